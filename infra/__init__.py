@@ -1,0 +1,1 @@
+"""What everything runs on: settings, catalog, tracking, registry, training substrate and inference."""

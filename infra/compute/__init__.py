@@ -1,0 +1,1 @@
+"""Training substrate: models, tokenizers, policies on disk, log-probs, checkpoints."""

@@ -1,0 +1,1 @@
+"""Conversations, their rendering to token ids, and engines that generate."""

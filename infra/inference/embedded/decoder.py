@@ -1,0 +1,31 @@
+"""What the embedded engine needs of a model: rows with a key/value cache, fed token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Decoder(Protocol):
+    """Rows ``0 … size-1``, each with its own past. Not thread-safe."""
+
+    size: int
+
+    def sync(self) -> None:
+        """Take over weights that the trainer changed in place; only allowed while there are no rows."""
+        ...
+
+    def add(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> torch.Tensor:
+        """Append ``copies[i]`` rows per prompt, each prompt computed once; logits ``[sum(copies), vocabulary]``."""
+        ...
+
+    def feed(self, tokens: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+        """Append ``tokens[r]`` to every row with ``active[r]``; logits ``[size, vocabulary]`` (arbitrary if idle)."""
+        ...
+
+    def remove(self, row: int) -> None:
+        """Drop a row; the last row takes its number."""
+        ...

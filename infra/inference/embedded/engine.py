@@ -1,0 +1,174 @@
+"""The embedded engine: rows join and leave at every step, and keep their cache across tool calls."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from infra.inference.embedded.decoder import Decoder
+from infra.inference.embedded.generic import TransformersDecoder
+from infra.inference.embedded.gptoss import GptOssDecoder
+from infra.inference.embedded.sampling import sample
+from infra.inference.engine import SamplingParams, StopReason, TokenEvent
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass
+class _Sequence:
+    """A sequence that has a row. ``pending`` are tokens to feed; it samples when they have all been fed."""
+
+    handle: int
+    params: SamplingParams
+    random: random.Random
+    pending: deque[int] = field(default_factory=deque)
+    length: int = 0
+    """Tokens of the sequence so far: prompt, sampled and appended ones."""
+    sampled: int = 0
+    running: bool = True
+
+
+class EmbeddedEngine:
+    """Implements :class:`~infra.inference.engine.Engine` on a model in this process.
+
+    Sequences submitted together on one prompt share its prefill. A sequence that stopped keeps its cache
+    until it is released.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._decoder = make_decoder(model)
+        self._context = int(model.config.max_position_embeddings)
+        self._rows: list[_Sequence] = []
+        self._waiting: list[tuple[list[int], list[_Sequence]]] = []
+        self._next_handle = 0
+        self._weight_version = 0
+
+    @property
+    def weight_version(self) -> int:
+        """Counts calls of :meth:`sync`."""
+        return self._weight_version
+
+    @property
+    def context(self) -> int:
+        """Most tokens a sequence may have, prompt included."""
+        return self._context
+
+    @property
+    def running(self) -> int:
+        """Sequences that will sample at the next step."""
+        return sum(row.running for row in self._rows) + sum(len(group) for _, group in self._waiting)
+
+    def sync(self) -> None:
+        """Take over weights changed in place.
+
+        Raises:
+            RuntimeError: sequences are still open; their cache belongs to the old weights.
+        """
+        if self._rows or self._waiting:
+            raise RuntimeError("weights changed while sequences are open: release them first")
+        self._decoder.sync()
+        self._weight_version += 1
+
+    def submit(self, prompt: Sequence[int], sampling: Sequence[SamplingParams]) -> list[int]:
+        """Open one sequence per element of ``sampling``; the prompt is computed at the next step.
+
+        Raises:
+            ValueError: the prompt is empty, or leaves no room for an answer.
+        """
+        if not prompt:
+            raise ValueError("an empty prompt has no next token: render at least one token")
+        if len(prompt) >= self._context:
+            raise ValueError(f"the prompt has {len(prompt)} tokens, the model's context is {self._context}")
+        group = []
+        for params in sampling:
+            group.append(_Sequence(self._next_handle, params, random.Random(params.seed), length=len(prompt)))
+            self._next_handle += 1
+        self._waiting.append((list(prompt), group))
+        return [sequence.handle for sequence in group]
+
+    def extend(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Append given tokens to a stopped sequence and let it go on.
+
+        Raises:
+            KeyError: no such sequence.
+            ValueError: no tokens, the sequence is still running, or the context is full.
+        """
+        row = self._find(sequence)
+        if row.running:
+            raise ValueError(f"sequence {sequence} is still running")
+        if not tokens:
+            raise ValueError("nothing to append")
+        if row.length + len(tokens) >= self._context:
+            raise ValueError(f"{len(tokens)} more tokens do not fit into the model's context of {self._context}")
+        row.length += len(tokens)
+        row.pending.extend(tokens)
+        row.running = True
+
+    def step(self) -> list[TokenEvent]:
+        """Advance every running sequence by one token, sampled or given."""
+        ready: list[tuple[_Sequence, torch.Tensor]] = []
+        fed = [row.running for row in self._rows]
+        if any(fed):
+            tokens = torch.tensor([row.pending.popleft() if row.running else 0 for row in self._rows])
+            logits = self._decoder.feed(tokens, torch.tensor(fed))
+            ready += [(row, logits[i]) for i, row in enumerate(self._rows) if row.running and not row.pending]
+        ready += self._admit()
+        return self._sample(ready) if ready else []
+
+    def release(self, sequence: int) -> None:
+        """Forget a sequence; unknown handles are ignored."""
+        for index, row in enumerate(self._rows):
+            if row.handle == sequence:
+                self._decoder.remove(index)
+                last = self._rows.pop()
+                if index < len(self._rows):
+                    self._rows[index] = last
+                return
+        for _, group in self._waiting:
+            group[:] = [waiting for waiting in group if waiting.handle != sequence]
+        self._waiting = [entry for entry in self._waiting if entry[1]]
+
+    def _admit(self) -> list[tuple[_Sequence, torch.Tensor]]:
+        if not self._waiting:
+            return []
+        logits = self._decoder.add([prompt for prompt, _ in self._waiting], [len(group) for _, group in self._waiting])
+        admitted = [sequence for _, group in self._waiting for sequence in group]
+        self._waiting = []
+        self._rows += admitted
+        return list(zip(admitted, logits, strict=True))
+
+    def _sample(self, ready: list[tuple[_Sequence, torch.Tensor]]) -> list[TokenEvent]:
+        params = [row.params for row, _ in ready]
+        tokens, logprobs = sample(torch.stack([x for _, x in ready]), params, [row.random.random() for row, _ in ready])
+        events = []
+        for (row, _), token, logprob in zip(ready, tokens.tolist(), logprobs.tolist(), strict=True):
+            row.sampled += 1
+            row.length += 1
+            row.pending.append(token)
+            reason = None
+            if token in row.params.stop_ids:
+                reason = StopReason.STOP
+            elif row.sampled >= row.params.max_tokens or row.length >= self._context:
+                reason = StopReason.LENGTH
+            row.running = reason is None
+            events.append(TokenEvent(row.handle, token, logprob, reason))
+        return events
+
+    def _find(self, handle: int) -> _Sequence:
+        for row in self._rows:
+            if row.handle == handle:
+                return row
+        raise KeyError(f"no open sequence {handle}")
+
+
+def make_decoder(model: Any) -> Decoder:
+    """The fastest decoder that computes this model exactly."""
+    if model.config.model_type == "gpt_oss":
+        return GptOssDecoder(model)
+    return TransformersDecoder(model)

@@ -1,0 +1,91 @@
+"""What the commands print: results on stdout (one JSON line with ``--json``), everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from infra.errors import EXIT_FAILED_CHECK, SenmonError
+from infra.telemetry import logger
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EXIT_INTERRUPTED = 130
+
+
+class _StderrHandler(logging.Handler):
+    """Looks ``sys.stderr`` up for each line, so that lines and a progress bar (which replaces it) do not mix."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+def set_up_logging() -> None:
+    """Senmon's own progress on stderr; other libraries only when something is wrong."""
+    if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
+        handler = _StderrHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+@contextmanager
+def command(as_json: bool) -> Iterator[None]:
+    """Runs a command: expected failures become three lines and an exit code, with ``--json`` one more JSON line."""
+    set_up_logging()
+    try:
+        yield
+    except SenmonError as error:
+        print(f"error: {error}", file=sys.stderr)
+        if as_json:
+            emit({"error": {"what": error.what, "where": error.where, "fix": error.fix}, "exit_code": error.exit_code})
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        if as_json:
+            emit({"error": {"what": "interrupted", "where": "", "fix": ""}, "exit_code": EXIT_INTERRUPTED})
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except BrokenPipeError:
+        raise typer.Exit(EXIT_FAILED_CHECK) from None
+
+
+def emit(value: Mapping[str, Any]) -> None:
+    """One line of JSON on stdout; a NaN is a bug and raises ``ValueError``."""
+    print(json.dumps(value, ensure_ascii=False, allow_nan=False), flush=True)
+
+
+def result(as_json: bool, value: Mapping[str, Any], show: Callable[[Console], None]) -> None:
+    """The command's result: ``value`` as JSON, or what ``show`` draws."""
+    if as_json:
+        emit(value)
+        return
+    from rich.console import Console
+
+    show(Console())
+
+
+def table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A plain table; None is shown as a dash."""
+    from rich import box
+    from rich.table import Table
+
+    drawn = Table(*columns, box=box.SIMPLE)
+    for row in rows:
+        drawn.add_row(
+            *("–" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row)
+        )
+    console.print(drawn)

@@ -1,0 +1,1 @@
+"""Reinforcement learning on verified rewards: objectives, rollout, trainer, evaluation."""

@@ -1,0 +1,1 @@
+"""Objectives as pure functions of tensors: dataclass in, dataclass out, no state."""

@@ -1,0 +1,42 @@
+"""How token losses become one number, normalised over the whole global batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rl.config import Aggregation
+
+
+@dataclass(frozen=True)
+class Normaliser:
+    """Counts over the *global* batch: all micro-batches, packs and ranks of one optimizer step.
+
+    ``sequences`` counts sequences with at least one policy token that were not dropped, ``tokens`` their
+    policy tokens, ``max_length`` is the constant of ``dr``.
+    """
+
+    sequences: int
+    tokens: int
+    max_length: int
+
+
+def token_weights(mask: Tensor, mode: Aggregation, normaliser: Normaliser) -> Tensor:
+    """Weights ``w [sequences, length]`` so that the loss is ``sum(w * token_loss)``.
+
+    - ``gspo``: ``m / (N T_i)``: mean over sequences of the mean over tokens (arXiv 2507.18071, eq. 10).
+    - ``luspo``: ``m / N``: sequence losses scaled by their length (arXiv 2602.05261).
+    - ``dr``: ``m / (N L_max)``: unbiased in length, same scale for any length (Dr. GRPO, arXiv 2503.20783).
+    - ``token``: ``m / sum m``: mean over tokens (DAPO, arXiv 2503.14476).
+
+    Because ``N`` and ``sum m`` are global, any split into micro-batches adds up to the same loss.
+    """
+    sequences = max(1, normaliser.sequences)
+    if mode == "gspo":
+        return mask / mask.sum(-1, keepdim=True).clamp(min=1) / sequences
+    if mode == "luspo":
+        return mask / sequences
+    if mode == "dr":
+        return mask / (sequences * normaliser.max_length)
+    return mask / max(1, normaliser.tokens)

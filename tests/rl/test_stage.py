@@ -1,0 +1,151 @@
+"""Reinforcement learning: resumable bit for bit, still without signal, loud when something is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from domain_rewards.runtime import DomainRuntime
+from infra.compute.policy import load_policy, policy_hash
+from infra.errors import CheckFailed
+from rl.config import ClipConfig, EvalConfig, RLConfig
+from rl.evaluation import evaluate_policy, wilson
+from rl.stage import Metrics, RLResult, run_rl
+from rl.trainer import Trainer
+from sft.config import SFTConfig
+from sft.stage import run_sft
+from tests import toy
+
+CONFIG = RLConfig(
+    steps=6,
+    groups=4,
+    group_size=4,
+    minibatch=8,
+    microbatch=4,
+    learning_rate=1e-3,
+    clip=ClipConfig(low=0.03, high=0.04),
+    normalise_std=True,
+    max_tokens=24,
+    eval_every=2,
+    checkpoint_every=2,
+)
+
+
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy that gets some tasks right."""
+    tasks = toy.tasks()
+    config = SFTConfig(max_steps=150, batch_size=16)
+    out = tmp_path_factory.mktemp("cold")
+    return run_sft(toy.MODEL, config, tasks, toy.demonstrations(tasks), [], toy.runtime(), out, 0, toy.ignore).policy
+
+
+def train(
+    policy: Path, out: Path, metrics: Metrics = toy.ignore, runtime: DomainRuntime | None = None, **changes: Any
+) -> RLResult:
+    config = CONFIG.model_copy(update=changes)
+    tasks = toy.tasks()
+    return run_rl(policy, config, tasks[:30], tasks[30:], runtime or toy.runtime(), out, 0, metrics)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_interrupted_training_resumes_bit_for_bit(cold: Path, tmp_path: Path) -> None:
+    history: dict[int, dict[str, float]] = {}
+    whole = train(cold, tmp_path / "whole", lambda figures, step: history.update({step: figures}))
+    assert any(figures.get("rl.updates", 0) > 1 for figures in history.values()), "the toy must carry signal"
+
+    def interrupt(figures: dict[str, float], step: int) -> None:
+        if step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(cold, tmp_path / "cut", interrupt)
+    again: dict[int, dict[str, float]] = {}
+    resumed = train(cold, tmp_path / "cut", lambda figures, step: again.update({step: figures}))
+    assert sorted(again) == [5, 6]
+    assert all(again[step] == history[step] for step in again)
+    assert policy_hash(resumed.policy) == policy_hash(whole.policy)
+    assert resumed.metrics == whole.metrics
+    changed = weights(whole.policy)
+    assert any(not torch.equal(tensor, changed[name]) for name, tensor in weights(cold).items())
+
+
+def test_engine_and_trainer_agree_about_logprobs(cold: Path, tmp_path: Path) -> None:
+    drifts: list[float] = []
+    train(cold, tmp_path, lambda figures, step: drifts.append(figures.get("rl.logprob_drift", 0.0)))
+    assert 0 < max(drifts) < 1e-5
+
+
+def test_constant_reward_changes_nothing(cold: Path, tmp_path: Path) -> None:
+    seen: list[dict[str, float]] = []
+    result = train(cold, tmp_path, lambda figures, step: seen.append(figures), toy.runtime(toy.constant), steps=2)
+    assert [figures["rl.constant_groups"] for figures in seen] == [1.0, 1.0]
+    for name, tensor in weights(cold).items():
+        assert torch.equal(tensor, weights(result.policy)[name]), name
+
+
+def test_unjudged_episodes_are_counted_and_give_no_reward(cold: Path, tmp_path: Path) -> None:
+    seen: list[dict[str, float]] = []
+    train(cold, tmp_path, lambda figures, step: seen.append(figures), toy.runtime(toy.crashing), steps=1)
+    assert seen[0]["rl.unjudged"] == 1.0
+    assert "rl.reward" not in seen[0]
+
+
+def test_an_engine_with_stale_weights_stops_the_run(cold: Path) -> None:
+    tasks = toy.tasks()
+    config = CONFIG.model_copy(update={"learning_rate": 1e-3, "warmup_steps": 0})
+    trainer = Trainer(load_policy(cold), config, tasks, toy.runtime(), 0)
+    trainer.engine.sync = lambda: None  # type: ignore[method-assign]
+
+    def train_some() -> None:
+        for _ in range(6):
+            trainer.train_step()
+
+    with pytest.raises(CheckFailed, match="engine and trainer disagree"):
+        train_some()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(cold: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckFailed, match=r"(loss|gradient norm) is (nan|inf)|disagree"):
+        train(cold, tmp_path, learning_rate=1e30)
+    assert not (tmp_path / "policy").exists()
+
+
+def test_too_few_tasks_for_the_groups_is_an_error(cold: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckFailed, match=r"fewer than rl\.groups = 64"):
+        train(cold, tmp_path, groups=64)
+
+
+def test_evaluation_reports_shares_of_what_was_judged(cold: Path) -> None:
+    tasks = toy.tasks()
+    config = EvalConfig(max_tokens=24, batch_size=7)
+    report = evaluate_policy(cold, tasks, toy.runtime(), config, 0, reference=cold)
+    assert report.episodes == 40
+    assert report.unjudged == 0
+    assert report.success is not None
+    assert 0 < report.success <= 1
+    assert report.success_interval is not None
+    assert report.success_interval.low < report.success <= report.success_interval.high
+    assert report.thinking_token_ratio is not None
+    assert 0 < report.thinking_token_ratio < 1
+    assert report.kl_to_reference is not None
+    assert abs(report.kl_to_reference) < 1e-8, "a policy is itself"
+    assert report == evaluate_policy(cold, tasks, toy.runtime(), config, 0, reference=cold).model_copy(
+        update={"mean_seconds": report.mean_seconds}
+    )
+    nothing = evaluate_policy(cold, tasks[:3], toy.runtime(toy.crashing), config, 0)
+    assert (nothing.success, nothing.success_interval, nothing.unjudged) == (None, None, 3)
+
+
+def test_wilson_interval() -> None:
+    interval = wilson(8, 10)
+    assert interval.low == pytest.approx(0.4902, abs=1e-4)
+    assert interval.high == pytest.approx(0.9433, abs=1e-4)
+    assert wilson(0, 5).low == 0.0
