@@ -28,10 +28,9 @@ def call_function(reference: str, base: Path, variables: Mapping[str, str]) -> l
     function = _function(path, name)
     try:
         rows = list(function(dict(variables)))
-    except Exception as error:
-        line = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{line.filename}:{line.lineno}"
-        raise UsageError(f"{name}() raised {type(error).__name__}: {error}", where=place, fix="repair it") from error
+    except (Exception, SystemExit) as error:
+        what = f"{name}() raised {type(error).__name__}: {error}"
+        raise UsageError(what, where=_place(error, path), fix="repair it") from error
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict) or not all(isinstance(key, str) for key in row):
             what = f"row {number} from {name}() is no dict with column names: {row!r:.80}"
@@ -62,12 +61,10 @@ def _function(path: Path, name: str) -> Callable[[dict[str, str]], Any]:
     sys.modules[module_name] = module  # dataclasses and pickling look their module up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        line = traceback.extract_tb(error.__traceback__)[-1]
-        syntax = isinstance(error, SyntaxError) and error.filename is not None
-        place = f"{error.filename}:{error.lineno}" if syntax else f"{line.filename}:{line.lineno}"
-        raise UsageError(f"{path.name} fails on import: {error}", where=place, fix="repair it") from error
+        what = f"{path.name} fails on import: {type(error).__name__}: {error}"
+        raise UsageError(what, where=_place(error, path), fix="repair it") from error
     function = vars(module).get(name)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -76,3 +73,11 @@ def _function(path: Path, name: str) -> Callable[[dict[str, str]], Any]:
         )
     made: Callable[[dict[str, str]], Any] = function
     return made
+
+
+def _place(error: BaseException, path: Path) -> str:
+    """File and line of the last step that ``path`` itself took."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{error.filename}:{error.lineno}"
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"{path}:{own[-1].lineno}" if own else str(path)

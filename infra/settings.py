@@ -21,8 +21,9 @@ class Settings(BaseSettings):
     """SQLAlchemy URL of the catalog; empty = SQLite below ``home``."""
     tracking_uri: str = ""
     """MLflow tracking and registry URI; empty = SQLite below ``home``."""
-    threads: int = Field(default=0, ge=0)
-    """CPU threads for torch; 0 = all physical cores that this process may use."""
+    threads: int = Field(default=1, ge=0)
+    """CPU threads for torch; 0 = all physical cores that this process may use. One suits the ``tiny-moe`` preset,
+    whose products are too small to share; a model of hundreds of millions of parameters wants 0."""
 
     @property
     def root(self) -> Path:

@@ -81,9 +81,9 @@ def result(as_json: bool, value: Mapping[str, Any], show: Callable[[Console], No
 def table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A plain table; None is shown as a dash."""
     from rich import box
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    drawn = Table(*columns, box=box.SIMPLE)
+    drawn = Table(*(Column(name, overflow="fold") for name in columns), box=box.SIMPLE)
     for row in rows:
         drawn.add_row(
             *("–" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row)

@@ -157,10 +157,12 @@ class _Run:
     def _stages(self) -> dict[str, Output]:
         served = prefect_env.configure(self.settings.root)
         logger.info("run %s of %s%s", self.run.run_id, self.domain.name, "" if served else ", starting Prefect")
+        from infra.compute.threads import configure_threads
         from infra.registry import Registry
         from infra.tracking import Tracker
         from pipelines.flow import build_flow
 
+        configure_threads(self.settings)
         name = self.run.run_id
         tracker = Tracker(self.settings)
         known = self.catalog.stage_result(name, TRACKING)

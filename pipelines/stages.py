@@ -310,7 +310,7 @@ def evaluate_stage(context: RunContext, results: Results) -> Output:
     }
     context.tracked.metrics(metrics, 0)
     return {
-        "content": content_hash([before.id, after.id]),
+        "content": content_hash([_timeless(before), _timeless(after)]),
         "metrics": metrics,
         "evaluated": _judged(after),
         "reports": {"sft": before.payload(), "rl": after.payload()},
@@ -423,6 +423,11 @@ def _evaluate(context: RunContext, results: Results, stage: str, split: str, ref
     return evaluate_policy(
         policy, tasks, context.runtime, context.domain.spec.evaluation, context.seed(f"evaluate {split}"), reference
     )
+
+
+def _timeless(report: EvalReport) -> dict[str, Any]:
+    """A report without what differs between two equal runs: the time they took."""
+    return {name: value for name, value in report.payload().items() if name != "mean_seconds"}
 
 
 def _judged(report: EvalReport) -> int:

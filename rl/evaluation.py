@@ -106,7 +106,7 @@ def summarise(greedy: Sequence[Rollout], success_sampled: float | None, kl: floa
     wins = sum(r.verdict.reward == SUCCESS for r in judged)
     sampled = sum(r.trajectory.sampled_tokens for r in greedy)
     reasoning = sum(r.trajectory.reasoning_tokens for r in greedy)
-    ends: dict[str, int] = Field(default_factory=dict)
+    ends: dict[str, int] = {}
     for rollout in greedy:
         ends[rollout.trajectory.end.value] = ends.get(rollout.trajectory.end.value, 0) + 1
     count = len(greedy)

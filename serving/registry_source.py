@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from infra.compute.policy import load_policy
+from infra.compute.threads import configure_threads
 from infra.errors import UsageError
 from infra.registry import Registry, VersionNotFound
 from infra.settings import Settings
@@ -17,6 +18,7 @@ class RegistrySource:
     """
 
     def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._registry = Registry(settings)
 
     def domains(self) -> list[str]:
@@ -33,5 +35,6 @@ class RegistrySource:
     def load(self, domain: str, version: int) -> ServedModel:
         """Download one version (its hash is checked) and put an engine on it."""
         folder = self._registry.download(self._registry.resolve(domain, str(version)))
+        configure_threads(self._settings)
         policy = load_policy(folder)
         return ServedModel(domain, version, policy.engine(), policy.renderer)

@@ -8,16 +8,17 @@ from pathlib import Path
 DOMAIN = """\
 name: doubling
 model:
-  {preset: tiny-moe, hidden_size: 32, layers: 2, heads: 2, kv_heads: 1, head_dim: 16, expert_size: 32, max_positions: 96}
+  {preset: tiny-moe, hidden_size: 32, layers: 2, heads: 2, kv_heads: 1, head_dim: 16, expert_size: 32,
+   max_positions: 96}
 data:
   tasks: {table: questions, id: task_id, prompt: "double {number}", reference: [answer]}
   demonstrations: {table: demonstrations, task: task_id, source: source, messages: messages}
   splits: {dev: 8, test: 8}
 environment: {class: "environment.py:Doubling"}
-verifiers: ["verifiers.py:doubled"]
+verifiers: ["verifiers.py:odd_length"]
 sft: {max_steps: 6, batch_size: 4, checkpoint_every: 1, warmup_steps: 1}
 rl:
-  {steps: 6, groups: 2, group_size: 2, minibatch: 4, microbatch: 4, epochs: 1, checkpoint_every: 1, eval_every: 0,
+  {steps: 12, groups: 2, group_size: 4, minibatch: 8, microbatch: 8, epochs: 1, checkpoint_every: 1, eval_every: 0,
    max_tokens: 16, max_turns: 3, learning_rate: 1.0e-3}
 evaluation: {max_tokens: 16, max_turns: 3}
 gates:
@@ -66,10 +67,11 @@ from domain_rewards.episode import Episode
 from domain_rewards.verifiers.base import verifier
 
 
-@verifier("doubled")
-def doubled(episode: Episode) -> float:
-    """Right or wrong."""
-    return float(episode.answer == episode.task.reference["answer"])
+@verifier("odd_length")
+def odd_length(episode: Episode) -> float:
+    """A reward that even an untrained model gets about half of the time, so that there is something to learn from."""
+    said = "".join(f"{m.thinking or ''}{m.content or ''}" for m in episode.messages if m.role == "assistant")
+    return float(len(said) % 2)
 '''
 
 
