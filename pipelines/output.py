@@ -83,7 +83,7 @@ def table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[obje
     from rich import box
     from rich.table import Column, Table
 
-    drawn = Table(*(Column(name, overflow="fold") for name in columns), box=box.SIMPLE)
+    drawn = Table(*(Column(name, overflow="fold", no_wrap=i == 0) for i, name in enumerate(columns)), box=box.SIMPLE)
     for row in rows:
         drawn.add_row(
             *("–" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row)

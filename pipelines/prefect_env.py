@@ -24,10 +24,14 @@ def configure(root: Path) -> bool:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": str(STARTUP_SECONDS),
-        # The console shows our own progress; Prefect's log still goes to its server.
+        # The console shows our own progress; Prefect's log goes to its server.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     }
+    served = bool(os.environ.get("PREFECT_API_URL"))
+    if not served:
+        # An embedded server ends with the run, and log lines that come after it would only raise complaints.
+        defaults["PREFECT_LOGGING_TO_API_ENABLED"] = "false"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    return bool(os.environ.get("PREFECT_API_URL"))
+    return served

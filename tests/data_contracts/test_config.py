@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from data_contracts.config import DataConfig, template_columns
 from infra.errors import UsageError
-from tests.data_contracts.helpers import column, load
+from tests.data_contracts.samples import column, load
 
 TASKS = {"table": "invoices", "id": "id", "prompt": "Invoice {id}: {lines}", "reference": ["total"], "group": ["lines"]}
 MADE = {"table": "made", "task": "id", "source": "source", "messages": "messages"}

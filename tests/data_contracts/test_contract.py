@@ -7,7 +7,7 @@ import pytest
 
 from data_contracts.contract import DataContract, ecma_pattern
 from infra.errors import UsageError
-from tests.data_contracts.helpers import HEAD, column, contract_text, load
+from tests.data_contracts.samples import HEAD, column, contract_text, load
 
 GOOD = (
     HEAD

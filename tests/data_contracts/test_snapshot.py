@@ -17,7 +17,7 @@ from data_contracts.splits import normalise
 from data_contracts.transcripts import messages_text, parse_messages, read_messages
 from infra.errors import CheckFailed, UsageError
 from infra.inference.messages import Message, ToolCall
-from tests.data_contracts.helpers import column, load
+from tests.data_contracts.samples import column, load
 
 ANSWER = {"role": "assistant", "content": "ok"}
 CALL = {"role": "assistant", "thinking": "look", "tool_calls": [{"name": "lookup", "arguments": '{"id":3}'}]}

@@ -14,7 +14,7 @@ from data_contracts.contract import DataContract
 from data_contracts.sources import Rows, read_table
 from data_contracts.values import native_value, text_value
 from infra.errors import UsageError
-from tests.data_contracts.helpers import column, load
+from tests.data_contracts.samples import column, load
 
 PYTHON = [{"server": "code", "type": "custom", "location": "python://rows.py:{table}"}]
 

@@ -12,7 +12,7 @@ from data_contracts.report import ValidationReport
 from data_contracts.sources import read_table
 from data_contracts.validation import validate
 from infra.errors import CheckFailed, UsageError
-from tests.data_contracts.helpers import column, load, write_jsonl
+from tests.data_contracts.samples import column, load, write_jsonl
 
 
 def verdict(
