@@ -54,5 +54,10 @@ def token_logprobs(model: Any, batch: TokenBatch, temperature: float = 1.0) -> T
     import torch
 
     logits = model(input_ids=batch.ids, attention_mask=batch.attention, use_cache=False).logits[:, :-1]
-    scaled = torch.log_softmax(logits.float() / temperature, -1)
+    scaled = torch.log_softmax(at_least_float32(logits) / temperature, -1)
     return scaled.gather(2, batch.ids[:, 1:, None])[..., 0]
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Half-precision values as float32; wider ones as they are."""
+    return x.float() if x.dtype.itemsize < 4 else x

@@ -1,0 +1,1 @@
+"""Exact attention with learnable sinks, in memory linear in the context."""
