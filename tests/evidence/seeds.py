@@ -48,9 +48,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = ["| seed | cold start | after RL | after RL, sampled | gain | seconds |", "|---|---|---|---|---|---|"]
     for row in rows:
         before, after, sampled = (row[key] for key in KEPT[:3])
-        lines.append(
-            f"| {row['seed']} | {before:.3f} | {after:.3f} | {sampled:.3f} | +{after - before:.3f} | {row['seconds']:.0f} |"
-        )
+        figures = f"{before:.3f} | {after:.3f} | {sampled:.3f} | +{after - before:.3f} | {row['seconds']:.0f}"
+        lines.append(f"| {row['seed']} | {figures} |")
     median = [statistics.median(row[key] for row in rows) for key in KEPT[:3]]
     gain = statistics.median(row[KEPT[1]] - row[KEPT[0]] for row in rows)
     lines.append(f"| median | {median[0]:.3f} | {median[1]:.3f} | {median[2]:.3f} | +{gain:.3f} | |")

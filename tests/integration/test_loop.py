@@ -56,7 +56,7 @@ def same_as_uninterrupted(loop: Loop, resumed: Ended) -> None:
     assert {key: other.result[key] for key in SAME_IN_EVERY_RUN} == expected | {"registry.version": 2}
 
 
-def test_a_run_killed_in_rl_resumes_to_the_same_policy_registers_once_and_is_served_from_production(loop: Loop):
+def test_a_run_killed_in_rl_resumes_to_the_same_policy_and_registers_once(loop: Loop):
     process = loop.start("run", str(loop.domain), "--json", "--promote")
     checkpoints = loop.home / "runs"
     wait_for(lambda: any(checkpoints.glob("*/rl/checkpoint.pt")), process)
