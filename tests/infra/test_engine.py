@@ -61,6 +61,35 @@ def test_decoders_equal_transformers_while_rows_come_go_and_idle(decoder: Callab
     assert under_test.size == len(rows)
 
 
+@pytest.mark.parametrize("decoder", [GptOssDecoder, TransformersDecoder])
+def test_chunks_of_different_lengths_go_to_some_rows_only(decoder: Callable[[Any], Decoder]) -> None:
+    model = tiny_policy().model
+    under_test = decoder(model)
+    rng = random.Random(2)
+    rows = [[rng.randrange(model.config.vocab_size) for _ in range(length)] for length in (9, 30, 4)]
+    under_test.add(rows, [1, 1, 1])
+    for chosen in ([0, 2], [0, 1, 2], [1]):
+        chunks = [[rng.randrange(model.config.vocab_size) for _ in range(rng.randint(1, 40))] for _ in chosen]
+        logits = under_test.feed_chunk(chosen, chunks)
+        for row, chunk in zip(chosen, chunks, strict=True):
+            rows[row] += chunk
+        torch.testing.assert_close(logits, reference_logits(model, [rows[i] for i in chosen]), rtol=0, atol=1e-5)
+    tokens = torch.tensor([1, 2, 3])
+    expected = reference_logits(model, [[*row, token] for row, token in zip(rows, tokens.tolist(), strict=True)])
+    torch.testing.assert_close(under_test.feed(tokens, torch.ones(3, dtype=torch.bool)), expected, rtol=0, atol=1e-5)
+
+
+def test_long_prompts_are_prefilled_packed_with_the_same_result() -> None:
+    model = tiny_policy().model
+    rng = random.Random(3)
+    rows = [[rng.randrange(model.config.vocab_size) for _ in range(length)] for length in (200, 31, 129)]
+    under_test = GptOssDecoder(model)
+    torch.testing.assert_close(under_test.add(rows, [1, 1, 1]), reference_logits(model, rows), rtol=0, atol=1e-5)
+    tokens = torch.tensor([1, 2, 3])
+    expected = reference_logits(model, [[*row, token] for row, token in zip(rows, tokens.tolist(), strict=True)])
+    torch.testing.assert_close(under_test.feed(tokens, torch.ones(3, dtype=torch.bool)), expected, rtol=0, atol=1e-5)
+
+
 def generate(engine: EmbeddedEngine, prompt: list[int], params: list[SamplingParams]) -> dict[int, list[int]]:
     handles = engine.submit(prompt, params)
     out: dict[int, list[int]] = {handle: [] for handle in handles}
@@ -79,7 +108,8 @@ def test_a_sequence_depends_on_its_own_seed_only() -> None:
     assert len({tuple(tokens) for tokens in alone}) == 3
 
 
-def test_sampled_logprobs_equal_the_trainers_across_a_tool_call() -> None:
+@pytest.mark.parametrize("length", [1, 9])
+def test_sampled_logprobs_equal_the_trainers_across_a_tool_call(length: int) -> None:
     policy = tiny_policy()
     engine = EmbeddedEngine(policy.model)
     prompt = [2, 30, 40, 50]
@@ -98,11 +128,11 @@ def test_sampled_logprobs_equal_the_trainers_across_a_tool_call() -> None:
             mask.append(1)
             if event.finished:
                 break
-        result = [60, 61, 62]
+        result = [60, 61, 62] * length
         engine.extend(handle, result)
         ids += result
-        logprobs += [0.0] * 3
-        mask += [0] * 3
+        logprobs += [0.0] * len(result)
+        mask += [0] * len(result)
     batch = pad_sequences([prompt], [ids], [mask], 0)
     with torch.no_grad():
         trained = token_logprobs(policy.model, batch, temperature=0.7) * batch.mask

@@ -284,18 +284,23 @@ def packed_logprobs(model: Any, ids: Tensor, layout: Layout, temperature: float 
     Args:
         ids: ``[total]``.
     """
+    logits = packed_logits(model, ids, layout, layout.predictor)
+    scaled = torch.log_softmax(at_least_float32(logits) / temperature, -1)
+    return scaled.gather(1, ids[layout.target, None])[:, 0]
+
+
+def packed_logits(model: Any, ids: Tensor, layout: Layout, keep: Tensor) -> Tensor:
+    """Logits ``[len(keep), vocabulary]`` at the row's positions ``keep``; the model's own attention is put back."""
     before = model.config._attn_implementation
     register()
     model.set_attn_implementation(ATTENTION)
     try:
-        logits = model(
+        return model(  # type: ignore[no-any-return]
             input_ids=ids[None],
             position_ids=layout.positions,
             use_cache=False,
             prefix_layout=layout,
-            logits_to_keep=layout.predictor,
+            logits_to_keep=keep,
         ).logits[0]
     finally:
         model.set_attn_implementation(before)
-    scaled = torch.log_softmax(at_least_float32(logits) / temperature, -1)
-    return scaled.gather(1, ids[layout.target, None])[:, 0]

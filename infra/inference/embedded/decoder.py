@@ -22,6 +22,13 @@ class Decoder(Protocol):
         """Append ``copies[i]`` rows per prompt, each prompt computed once; logits ``[sum(copies), vocabulary]``."""
         ...
 
+    chunked: bool
+    """Whether :meth:`feed_chunk` is there: many tokens of few rows at once."""
+
+    def feed_chunk(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Append ``chunks[i]`` to row ``rows[i]``, nothing to the others; logits ``[len(rows), vocabulary]``."""
+        ...
+
     def feed(self, tokens: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
         """Append ``tokens[r]`` to every row with ``active[r]``; logits ``[size, vocabulary]`` (arbitrary if idle)."""
         ...

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+CHUNK = 16
+"""Pending tokens from which on a row is fed by itself instead of one token a step."""
+
+
 @dataclass
 class _Sequence:
     """A sequence that has a row. ``pending`` are tokens to feed; it samples when they have all been fed."""
@@ -113,11 +117,13 @@ class EmbeddedEngine:
     def step(self) -> list[TokenEvent]:
         """Advance every running sequence by one token, sampled or given."""
         ready: list[tuple[_Sequence, torch.Tensor]] = []
-        fed = [row.running for row in self._rows]
+        ready += self._feed_chunks()
+        chunked = {row.handle for row, _ in ready}
+        fed = [row.running and row.handle not in chunked for row in self._rows]
         if any(fed):
-            tokens = torch.tensor([row.pending.popleft() if row.running else 0 for row in self._rows])
-            logits = self._decoder.feed(tokens, torch.tensor(fed))
-            ready += [(row, logits[i]) for i, row in enumerate(self._rows) if row.running and not row.pending]
+            tokens = [row.pending.popleft() if now else 0 for row, now in zip(self._rows, fed, strict=True)]
+            logits = self._decoder.feed(torch.tensor(tokens), torch.tensor(fed))
+            ready += [(row, logits[i]) for i, row in enumerate(self._rows) if fed[i] and not row.pending]
         ready += self._admit()
         return self._sample(ready) if ready else []
 
@@ -133,6 +139,18 @@ class EmbeddedEngine:
         for _, group in self._waiting:
             group[:] = [waiting for waiting in group if waiting.handle != sequence]
         self._waiting = [entry for entry in self._waiting if entry[1]]
+
+    def _feed_chunks(self) -> list[tuple[_Sequence, torch.Tensor]]:
+        """Feed long tool results whole; short ones ride along with the other rows' steps, token by token."""
+        if not self._decoder.chunked:
+            return []
+        long = [i for i, row in enumerate(self._rows) if row.running and len(row.pending) >= CHUNK]
+        if not long:
+            return []
+        logits = self._decoder.feed_chunk(long, [list(self._rows[i].pending) for i in long])
+        for i in long:
+            self._rows[i].pending.clear()
+        return [(self._rows[i], logits[n]) for n, i in enumerate(long)]
 
     def _admit(self) -> list[tuple[_Sequence, torch.Tensor]]:
         if not self._waiting:

@@ -19,6 +19,7 @@ class TransformersDecoder:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.size = 0
+        self.chunked = False
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._mask = torch.zeros(0, 0, dtype=torch.long)
@@ -59,6 +60,20 @@ class TransformersDecoder:
                 new[idle, :, 1:] = old[idle]
         self._mask = mask
         return logits
+
+    def feed_chunk(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
+        """Token by token: left-padded rows of different lengths cannot take a chunk each in one forward."""
+        logits: list[Tensor] = [torch.empty(0)] * len(rows)
+        for step in range(max(map(len, chunks))):
+            tokens, active = torch.zeros(self.size, dtype=torch.long), torch.zeros(self.size, dtype=torch.bool)
+            for row, chunk in zip(rows, chunks, strict=True):
+                if step < len(chunk):
+                    tokens[row], active[row] = chunk[step], True
+            out = self.feed(tokens, active)
+            for index, (row, chunk) in enumerate(zip(rows, chunks, strict=True)):
+                if step == len(chunk) - 1:
+                    logits[index] = out[row]
+        return torch.stack(logits)
 
     def remove(self, row: int) -> None:
         """Drop a row; the last row takes its number. Columns that nobody uses any more are dropped too."""

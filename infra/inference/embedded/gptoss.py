@@ -14,7 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infra.compute.attention.shared_prefix import make_layout, packed_logits
+
 BLOCKED = -1e9
+DENSE_PREFILL = 128
+"""Prompts up to this many tokens are prefilled as one padded batch, longer ones packed."""
 
 
 @dataclass
@@ -72,6 +76,7 @@ class GptOssDecoder:
             config.rms_norm_eps,
         )
         self.size = 0
+        self.chunked = True
         self._cache = _Cache()
         self._lengths = torch.zeros(0, dtype=torch.long)
         self.sync()
@@ -104,11 +109,12 @@ class GptOssDecoder:
         """Prefill each prompt once and copy its cache to its rows."""
         lengths = torch.tensor([len(p) for p in prompts])
         longest = int(lengths.max())
-        tokens = torch.zeros(len(prompts), longest, dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = torch.tensor(prompt)
-        fresh = self._empty(len(prompts), longest)
-        logits = self._forward(tokens, torch.zeros(len(prompts), dtype=torch.long), fresh, lengths - 1)
+        if longest > DENSE_PREFILL:
+            logits, fresh = self._packed_prefill(prompts, longest)
+        else:
+            fresh = self._empty(len(prompts), longest)
+            start = torch.zeros(len(prompts), dtype=torch.long)
+            logits = self._forward(_right_padded(prompts), start, fresh, lengths - 1)
         times = torch.tensor(copies)
         rows = int(times.sum())
         self._reserve(self.size + rows, longest + 1)
@@ -129,6 +135,28 @@ class GptOssDecoder:
         self._lengths[: self.size] += active.long()
         return logits
 
+    @torch.no_grad()
+    def feed_chunk(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
+        """All tokens of a chunk in one forward; the rows' caches are copied out and back."""
+        at = torch.tensor(rows)
+        counts = torch.tensor([len(chunk) for chunk in chunks])
+        tokens, start = _right_padded(chunks), self._lengths[at]
+        end = int((start + counts).max())
+        self._reserve(self.size, int(start.max()) + tokens.shape[1])
+        everyone = len(rows) == self.size and list(rows) == list(range(self.size))
+        part = (
+            _Cache([k[: self.size] for k in self._cache.keys], [v[: self.size] for v in self._cache.values])
+            if everyone
+            else _Cache([k[at] for k in self._cache.keys], [v[at] for v in self._cache.values])
+        )
+        logits = self._forward(tokens, start, part, counts - 1)
+        if not everyone:
+            low = int(start.min())
+            for target, source in zip(self._cache.keys + self._cache.values, part.keys + part.values, strict=True):
+                target[at, :, low:end] = source[:, :, low:end]
+        self._lengths[at] += counts
+        return logits
+
     def remove(self, row: int) -> None:
         """Drop a row; the last row takes its number."""
         last = self.size - 1
@@ -138,6 +166,20 @@ class GptOssDecoder:
                 tensor[row, :, :length] = tensor[last, :, :length]
             self._lengths[row] = length
         self.size = last
+
+    def _packed_prefill(self, prompts: Sequence[Sequence[int]], longest: int) -> tuple[Tensor, _Cache]:
+        """All prompts in one row through flash attention: memory linear in their length."""
+        captured: dict[int, tuple[Tensor, Tensor]] = {}
+        layout = make_layout([(len(prompt), ()) for prompt in prompts], captured)
+        ends = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0)
+        ids = torch.tensor([token for prompt in prompts for token in prompt])
+        logits = packed_logits(self.model, ids, layout, ends - 1)
+        fresh = self._empty(len(prompts), longest)
+        for index in range(len(self._layers)):
+            for target, source in zip((fresh.keys[index], fresh.values[index]), captured[index], strict=True):
+                for row, (end, prompt) in enumerate(zip(ends.tolist(), prompts, strict=True)):
+                    target[row, :, : len(prompt)] = source[0, :, end - len(prompt) : end]
+        return logits, fresh
 
     def _empty(self, rows: int, capacity: int) -> _Cache:
         shape = (rows, self.kv_heads, capacity, self.head_dim)
@@ -217,6 +259,13 @@ class GptOssDecoder:
         up = torch.baddbmm(layer.up_bias, shared, layer.up).clamp_(-self._limit, self._limit)
         y = torch.baddbmm(layer.down_bias, (up + 1) * gate * torch.sigmoid(gate * self._alpha), layer.down)
         return (y * gates.t()[..., None]).sum(0)
+
+
+def _right_padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = torch.tensor(row)
+    return tokens
 
 
 def _layer(layer: Any, window: int | None) -> _Layer:
