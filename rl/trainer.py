@@ -13,7 +13,9 @@ from torch import Tensor
 
 from data_contracts.records import Task
 from domain_rewards.runtime import DomainRuntime
+from infra.compute.attention.shared_prefix import supports
 from infra.compute.logprobs import TokenBatch, align, pad_sequences, token_logprobs
+from infra.compute.packing import grouped_logprobs
 from infra.compute.policy import LoadedPolicy
 from infra.errors import CheckFailed
 from infra.inference.embedded.engine import EmbeddedEngine
@@ -30,10 +32,16 @@ MAX_DRIFT = 1e-2
 what float32 rounding gives."""
 
 
+SHARED_PROMPT = 32
+"""Tokens from which on a group's prompt is computed once in training; below, a padded batch is as fast."""
+
+
 @dataclass(frozen=True)
 class Experience:
     """Episodes of one step that carry signal; columns as in ``TokenBatch``, one row per episode."""
 
+    prompts: Sequence[Sequence[int]]
+    completions: Sequence[Sequence[int]]
     batch: TokenBatch
     old_logprobs: Tensor
     advantages: Tensor
@@ -46,7 +54,14 @@ class Experience:
         batch = TokenBatch(
             self.batch.ids[at, :width], self.batch.attention[at, :width], self.batch.mask[at, : width - 1]
         )
-        return Experience(batch, self.old_logprobs[at, : width - 1], self.advantages[at], self.group_rms[at])
+        return Experience(
+            [self.prompts[i] for i in indices],
+            [self.completions[i] for i in indices],
+            batch,
+            self.old_logprobs[at, : width - 1],
+            self.advantages[at],
+            self.group_rms[at],
+        )
 
 
 class Trainer:
@@ -127,7 +142,8 @@ class Trainer:
         batch = pad_sequences(prompts, [t.ids for t in chosen], [t.mask for t in chosen], pad)
         old = align(prompts, [t.logprobs for t in chosen], batch.ids.shape[1])
         values = torch.tensor([advantages.values[i] for i in kept])
-        return Experience(batch, old, values, torch.tensor([advantages.rms[i] for i in kept]))
+        rms = torch.tensor([advantages.rms[i] for i in kept])
+        return Experience(prompts, [t.ids for t in chosen], batch, old, values, rms)
 
     def _update(self, experience: Experience) -> dict[str, float]:
         """``epochs`` passes in minibatches; one optimizer step per minibatch."""
@@ -164,7 +180,7 @@ class Trainer:
         tokens = float(mask.sum())
         for start in range(0, len(rows), config.microbatch):
             part = experience.rows(rows[start : start + config.microbatch])
-            logprobs = token_logprobs(model, part.batch, config.temperature)
+            logprobs = self._logprobs(part)
             if first:
                 drift = ((logprobs.detach() - part.old_logprobs).abs() * part.batch.mask).sum()
                 figures["rl.logprob_drift"] += float(drift) / tokens
@@ -183,6 +199,15 @@ class Trainer:
             self._stop(f"the gradient norm is {figures['rl.grad_norm']}")
         self.optimizer.step()
         return figures
+
+    def _logprobs(self, part: Experience) -> Tensor:
+        """Log-probs ``[sequences, length - 1]``: shared prompts once where they are long enough to matter."""
+        temperature = self.config.temperature
+        shortest = min(map(len, part.prompts))
+        if supports(self.policy.model) and shortest >= SHARED_PROMPT:
+            width = part.batch.ids.shape[1]
+            return grouped_logprobs(self.policy.model, part.prompts, part.completions, width, temperature)
+        return token_logprobs(self.policy.model, part.batch, temperature)
 
     def _check(self, figures: dict[str, float]) -> None:
         if not math.isfinite(figures["rl.loss"]):

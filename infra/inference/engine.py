@@ -70,7 +70,10 @@ class Engine(Protocol):
         ...
 
     def extend(self, sequence: int, tokens: Sequence[int]) -> None:
-        """Append given tokens (a tool result) to a sequence that stopped, and let it go on sampling."""
+        """Append given tokens after what a sequence has sampled so far, and let it go on sampling.
+
+        After a stop these are a tool result; to a sequence in the middle of a turn they are forced.
+        """
         ...
 
     def step(self) -> list[TokenEvent]:

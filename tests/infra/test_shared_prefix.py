@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
 
 from infra.compute.attention.shared_prefix import make_layout, packed_logprobs
+from infra.compute.logprobs import pad_sequences, token_logprobs
+from infra.compute.packing import grouped_logprobs
 from tests.infra.models import tiny_policy
 
 Groups = list[tuple[int, list[int]]]
@@ -88,3 +91,24 @@ def test_empty_prompts_and_completions_are_refused() -> None:
         make_layout([(3, [0])])
     with pytest.raises(ValueError, match="at least one token"):
         make_layout([(0, [1])])
+
+
+def test_grouped_logprobs_equal_the_padded_batch_whatever_the_order() -> None:
+    model = tiny_policy().model
+    rng = random.Random(0)
+
+    def draw(length: int) -> list[int]:
+        return [rng.randrange(model.config.vocab_size) for _ in range(length)]
+
+    one, two = draw(33), draw(41)
+    prompts = [one, two, one, two, one]
+    completions = [draw(rng.randint(1, 30)) for _ in prompts]
+    masks = [[1] * len(completion) for completion in completions]
+    batch = pad_sequences(prompts, completions, masks, 0)
+    weights = torch.rand(batch.mask.shape)
+    plain = token_logprobs(model, batch, 0.8) * batch.mask
+    grouped = grouped_logprobs(model, prompts, completions, batch.ids.shape[1], 0.8)
+    torch.testing.assert_close(grouped, plain, rtol=0, atol=2e-5)
+    expected, ours = gradients(model, (plain * weights).mean()), gradients(model, (grouped * weights).mean())
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-5)

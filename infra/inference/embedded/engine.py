@@ -97,15 +97,13 @@ class EmbeddedEngine:
         return [sequence.handle for sequence in group]
 
     def extend(self, sequence: int, tokens: Sequence[int]) -> None:
-        """Append given tokens to a stopped sequence and let it go on.
+        """Append given tokens after what the sequence has sampled so far, and let it go on.
 
         Raises:
-            KeyError: no such sequence.
-            ValueError: no tokens, the sequence is still running, or the context is full.
+            KeyError: no such sequence, or it has not taken its first step yet.
+            ValueError: no tokens, or the context is full.
         """
         row = self._find(sequence)
-        if row.running:
-            raise ValueError(f"sequence {sequence} is still running")
         if not tokens:
             raise ValueError("nothing to append")
         if row.length + len(tokens) >= self._context:
