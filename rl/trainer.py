@@ -32,6 +32,8 @@ MAX_DRIFT = 1e-2
 what float32 rounding gives."""
 
 
+NO_SIGNAL_STEPS = 10
+"""Steps without a single update after which training stops: it would register an unchanged policy."""
 SHARED_PROMPT = 32
 """Tokens from which on a group's prompt is computed once in training; below, a padded batch is as fast."""
 
@@ -72,6 +74,7 @@ class Trainer:
     ) -> None:
         self.policy, self.config, self.tasks, self.runtime, self.seed = policy, config, tasks, runtime, seed
         self.step = 0
+        self.updates = 0
         self.engine = EmbeddedEngine(policy.model)
         self.optimizer = torch.optim.AdamW(
             policy.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
@@ -89,20 +92,22 @@ class Trainer:
             "model": self.policy.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
+            "updates": self.updates,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state`, bit for bit."""
         self.policy.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
+        self.step, self.updates = state["step"], state["updates"]
         self.engine.sync()
 
     def train_step(self) -> dict[str, float]:
         """Sample, judge, update; the figures of the step.
 
         Raises:
-            CheckFailed: the loss is not finite, or engine and trainer disagree about log-probs.
+            CheckFailed: the loss is not finite, engine and trainer disagree about log-probs, or nothing was learnt
+                from so far.
         """
         rollouts = self._sample()
         advantages = group_advantages(
@@ -114,6 +119,8 @@ class Trainer:
             figures |= self._update(self._experience(rollouts, advantages, kept))
             self.engine.sync()
         self.step += 1
+        if not self.updates and self.step == min(NO_SIGNAL_STEPS, self.config.steps):
+            self._stop_without_signal(figures.get("rl.reward"))
         return figures
 
     def learning_rate(self) -> float:
@@ -160,6 +167,7 @@ class Trainer:
             for start in range(0, count, config.minibatch):
                 figures = self._minibatch(experience, order[start : start + config.minibatch], first=updates == 0)
                 updates += 1
+                self.updates += 1
                 for name, value in figures.items():
                     sums[name] = sums.get(name, 0.0) + value
         drift = sums.pop("rl.logprob_drift")
@@ -219,6 +227,17 @@ class Trainer:
                 where="stage rl",
                 fix="the engine holds other weights or another attention; do not train on its samples",
             )
+
+    def _stop_without_signal(self, reward: float | None) -> None:
+        told = "no episode could be judged" if reward is None else f"mean reward of the last step {reward:.3f}"
+        solved = reward is not None and reward > 0.5
+        raise CheckFailed(
+            f"no learning signal in the first {self.step} steps: in every group all rewards were equal ({told})",
+            where="stage rl",
+            fix="give it harder tasks: these are solved already"
+            if solved
+            else "look at the verifiers' evidence; then a longer cold start, easier tasks or a graded verifier",
+        )
 
     def _stop(self, what: str) -> None:
         raise CheckFailed(

@@ -42,6 +42,12 @@ def constant(episode: Episode) -> float:
     return 1.0
 
 
+@verifier("zero")
+def zero(episode: Episode) -> float:
+    """Nobody is right."""
+    return 0.0
+
+
 @verifier("crashing")
 def crashing(episode: Episode) -> float:
     """Cannot judge anything."""

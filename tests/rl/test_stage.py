@@ -83,19 +83,46 @@ def test_engine_and_trainer_agree_about_logprobs(cold: Path, tmp_path: Path) -> 
     assert 0 < max(drifts) < 1e-5
 
 
-def test_constant_reward_changes_nothing(cold: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("verifier", "told", "fix"),
+    [
+        (toy.constant, "mean reward of the last step 1.000", "harder tasks"),
+        (toy.zero, "mean reward of the last step 0.000", "longer cold start"),
+        (toy.crashing, "no episode could be judged", "verifiers' evidence"),
+    ],
+)
+def test_no_signal_stops_the_run_instead_of_registering_the_same_policy(
+    cold: Path, tmp_path: Path, verifier: Any, told: str, fix: str
+) -> None:
     seen: list[dict[str, float]] = []
-    result = train(cold, tmp_path, lambda figures, step: seen.append(figures), toy.runtime(toy.constant), steps=2)
-    assert [figures["rl.constant_groups"] for figures in seen] == [1.0, 1.0]
+    with pytest.raises(CheckFailed, match="no learning signal in the first 2 steps") as caught:
+        train(cold, tmp_path, lambda figures, step: seen.append(figures), toy.runtime(verifier), steps=2)
+    assert told in caught.value.what
+    assert fix in caught.value.fix
+    assert not (tmp_path / "policy").exists()
+    assert seen[0]["rl.constant_groups"] == 1.0
+    assert ("rl.reward" in seen[0]) == (verifier is not toy.crashing)
+    assert seen[0]["rl.unjudged"] == (verifier is toy.crashing)
+
+
+def test_a_step_without_signal_leaves_the_weights_bit_for_bit(cold: Path) -> None:
+    policy = load_policy(cold)
+    trainer = Trainer(policy, CONFIG, toy.tasks(), toy.runtime(toy.constant), 0)
+    trainer.train_step()
     for name, tensor in weights(cold).items():
-        assert torch.equal(tensor, weights(result.policy)[name]), name
+        assert torch.equal(tensor, policy.model.state_dict()[name]), name
 
 
-def test_unjudged_episodes_are_counted_and_give_no_reward(cold: Path, tmp_path: Path) -> None:
-    seen: list[dict[str, float]] = []
-    train(cold, tmp_path, lambda figures, step: seen.append(figures), toy.runtime(toy.crashing), steps=1)
-    assert seen[0]["rl.unjudged"] == 1.0
-    assert "rl.reward" not in seen[0]
+def test_a_shared_prompt_gives_the_same_update(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    updated = []
+    for threshold in (1, 10_000):
+        monkeypatch.setattr("rl.trainer.SHARED_PROMPT", threshold)
+        policy = load_policy(cold)
+        figures = Trainer(policy, CONFIG, toy.tasks(), toy.runtime(), 0).train_step()
+        assert figures["rl.updates"] >= 1
+        updated.append({name: tensor.clone() for name, tensor in policy.model.state_dict().items()})
+    for name, tensor in updated[0].items():
+        torch.testing.assert_close(tensor, updated[1][name], rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_an_engine_with_stale_weights_stops_the_run(cold: Path) -> None:
