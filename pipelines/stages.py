@@ -420,9 +420,17 @@ def _evaluate(context: RunContext, results: Results, stage: str, split: str, ref
 
     tasks = context.tasks(results, split)
     policy = context.policy(results, stage)
-    return evaluate_policy(
+    report = evaluate_policy(
         policy, tasks, context.runtime, context.domain.spec.evaluation, context.seed(f"evaluate {split}"), reference
     )
+    if report.episodes and report.unjudged == report.episodes:
+        reasons = "".join(f"\n    {count} x {reason}" for reason, count in report.unjudged_reasons.items())
+        raise CheckFailed(
+            f"none of the {report.episodes} episodes of the {split} split could be judged:{reasons}",
+            where=f"evaluation of policy {stage}",
+            fix="repair the verifier or the environment; nothing was counted as a failure of the model",
+        )
+    return report
 
 
 def _timeless(report: EvalReport) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,6 +52,8 @@ class EvalReport(Record):
     mean_seconds: float | None
     kl_to_reference: float | None = None
     ends: dict[str, int] = Field(default_factory=dict)
+    unjudged_reasons: dict[str, int] = Field(default_factory=dict)
+    """Why episodes could not be judged, the five most frequent reasons."""
 
 
 def evaluate_policy(
@@ -109,6 +112,9 @@ def summarise(greedy: Sequence[Rollout], success_sampled: float | None, kl: floa
     ends: dict[str, int] = {}
     for rollout in greedy:
         ends[rollout.trajectory.end.value] = ends.get(rollout.trajectory.end.value, 0) + 1
+    reasons = Counter(
+        f"{name}: {why}" for r in greedy if r.verdict.reward is None for name, why in r.verdict.evidence.items()
+    )
     count = len(greedy)
     return EvalReport(
         episodes=count,
@@ -122,6 +128,7 @@ def summarise(greedy: Sequence[Rollout], success_sampled: float | None, kl: floa
         mean_seconds=sum(r.seconds for r in greedy) / count if count else None,
         kl_to_reference=kl,
         ends=ends,
+        unjudged_reasons=dict(reasons.most_common(5)),
     )
 
 
@@ -153,7 +160,7 @@ def kl_to_reference(
             d = (sampled - token_logprobs(reference.model, batch, temperature)) * batch.mask
         total += float(((-d).exp() - 1 + d).double().sum())
         tokens += int(batch.mask.sum())
-    return total / tokens if tokens else None
+    return total / tokens if tokens and math.isfinite(total) else None
 
 
 def _share(rollouts: Sequence[Rollout]) -> float | None:

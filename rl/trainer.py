@@ -110,6 +110,8 @@ class Trainer:
                 from so far.
         """
         rollouts = self._sample()
+        if not all(math.isfinite(x) for rollout in rollouts for x in rollout.trajectory.logprobs):
+            self._stop("the policy samples with log-probs that are not finite: its weights are broken")
         advantages = group_advantages(
             [r.verdict.reward for r in rollouts], self.config.group_size, self.config.normalise_std
         )

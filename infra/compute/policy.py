@@ -14,7 +14,7 @@ from pydantic import Field
 
 from infra.compute.config import ModelConfig
 from infra.compute.tokenizer import CONTROL_TOKENS, train_tokenizer
-from infra.errors import UsageError
+from infra.errors import CheckFailed, UsageError
 from infra.hashing import tree_hash
 from infra.inference.engine import Engine
 from infra.inference.renderers.base import Renderer
@@ -54,9 +54,20 @@ class LoadedPolicy:
         return EmbeddedEngine(self.model)
 
     def save(self, folder: Path, manifest: PolicyManifest) -> None:
-        """Write the policy; ``folder`` appears whole or not at all, and replaces an older one."""
+        """Write the policy; ``folder`` appears whole or not at all, and replaces an older one.
+
+        Raises:
+            CheckFailed: a weight is NaN or infinite; nothing is written.
+        """
         from transformers.utils.logging import disable_progress_bar
 
+        broken = [name for name, weight in self.model.named_parameters() if not bool(weight.isfinite().all())]
+        if broken:
+            raise CheckFailed(
+                f"{len(broken)} of the policy's tensors hold NaN or infinity, the first is {broken[0]}",
+                where=str(folder),
+                fix="lower the learning rate of this stage; the policy before it is kept",
+            )
         partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)

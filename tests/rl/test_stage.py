@@ -140,9 +140,21 @@ def test_an_engine_with_stale_weights_stops_the_run(cold: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(cold: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckFailed, match=r"(loss|gradient norm) is (nan|inf)|disagree"):
+    with pytest.raises(CheckFailed, match=r"(loss|gradient norm) is (nan|inf)|disagree|not finite"):
         train(cold, tmp_path, learning_rate=1e30)
     assert not (tmp_path / "policy").exists()
+
+
+def test_a_policy_with_a_broken_weight_is_never_written(cold: Path, tmp_path: Path) -> None:
+    policy = load_policy(cold)
+    with torch.no_grad():
+        policy.model.lm_head.weight[0, 0] = float("nan")
+    with pytest.raises(CheckFailed, match=r"lm_head\.weight"):
+        policy.save(tmp_path / "policy", policy.manifest)
+    assert not (tmp_path / "policy").exists()
+    runtime, config = toy.runtime(), CONFIG
+    with pytest.raises(CheckFailed, match="not finite"):
+        Trainer(policy, config, toy.tasks(), runtime, 0).train_step()
 
 
 def test_too_few_tasks_for_the_groups_is_an_error(cold: Path, tmp_path: Path) -> None:
@@ -169,6 +181,7 @@ def test_evaluation_reports_shares_of_what_was_judged(cold: Path) -> None:
     )
     nothing = evaluate_policy(cold, tasks[:3], toy.runtime(toy.crashing), config, 0)
     assert (nothing.success, nothing.success_interval, nothing.unjudged) == (None, None, 3)
+    assert nothing.unjudged_reasons == {"crashing: RuntimeError: no verdict today": 3}
 
 
 def test_wilson_interval() -> None:
