@@ -82,10 +82,10 @@ def table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[obje
     """A plain table; None is shown as a dash."""
     from rich import box
     from rich.table import Column, Table
+    from rich.text import Text
 
     drawn = Table(*(Column(name, overflow="fold", no_wrap=i == 0) for i, name in enumerate(columns)), box=box.SIMPLE)
     for row in rows:
-        drawn.add_row(
-            *("–" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row)
-        )
+        shown = ("–" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row)
+        drawn.add_row(*map(Text, shown))  # as text: "[ray]" is no markup
     console.print(drawn)

@@ -153,3 +153,17 @@ def test_a_reply_without_figures_has_unknown_ones():
         {"choices": [{"message": {"content": "4"}}], "metrics": {"thinking_token_ratio": 0.5, "e2e_latency_ms": 3.0}}
     )
     assert (timed.thinking_token_ratio, timed.latency_ms, timed.message.content) == (0.5, 3.0, "4")
+
+
+def test_tables_show_brackets_as_they_are() -> None:
+    import io
+
+    from rich.console import Console
+
+    from pipelines.output import table
+
+    stream = io.StringIO()
+    table(Console(file=stream, width=80), ["fix"], [["pip install 'senmon[ray]'"], [None], [0.123456]])
+    assert "senmon[ray]" in stream.getvalue()
+    assert "–" in stream.getvalue()
+    assert "0.1235" in stream.getvalue()
