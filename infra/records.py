@@ -25,6 +25,6 @@ class Record(BaseModel):
 
 
 class Config(BaseModel):
-    """Base of every user-written configuration section: unknown keys are errors."""
+    """Base of every user-written configuration section: unknown keys, NaN and infinities are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

@@ -44,6 +44,10 @@ class YamlFile:
             values = YAML(typ="safe", pure=True).load(text)
             lines: dict[Keys, int] = {}
             _collect_lines(YAML(typ="safe", pure=True).compose(text), (), lines, set())
+        except RecursionError:
+            raise UsageError(
+                f"{path.name} is nested too deeply", where=str(path), fix="write it flatter: a few levels are enough"
+            ) from None
         except YAMLError as error:
             mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
             problem = error.problem if isinstance(error, MarkedYAMLError) else str(error)
@@ -85,7 +89,7 @@ class YamlFile:
             )
         try:
             value = YAML(typ="safe", pure=True).load(text)
-        except YAMLError:
+        except (YAMLError, RecursionError):
             raise UsageError(
                 "the value is not valid YAML", where=where, fix="quote it for YAML and for the shell"
             ) from None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from infra.errors import EXIT_USAGE
 from pipelines.output import EXIT_INTERRUPTED, command, emit, result, table
 
 if TYPE_CHECKING:
@@ -23,6 +25,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+USAGE_ERROR: type[Any] = typer.BadParameter.__mro__[1]
+"""Base of everything the command line refuses; Typer exports only its subclasses."""
 
 DomainArgument = Annotated[str, typer.Argument(metavar="DOMAIN", help="Bundled name, or folder with domain.yaml.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, on the last line of stdout.")]
@@ -232,8 +237,21 @@ def _show_move(as_json: bool, entry: Promotion) -> None:
 
 
 def main() -> None:
-    """Entry point of the ``senmon`` command."""
-    app(prog_name="senmon")
+    """Entry point of the ``senmon`` command; with ``--json``, wrong usage is one JSON line too."""
+    if "--json" not in sys.argv[1:]:
+        app(prog_name="senmon")
+        return
+    try:
+        code = app(prog_name="senmon", standalone_mode=False)
+    except USAGE_ERROR as error:
+        what = error.format_message()
+        print(f"error: {what}", file=sys.stderr)
+        fix = "see senmon COMMAND --help"
+        emit({"error": {"what": what, "where": "command line", "fix": fix}, "exit_code": EXIT_USAGE})
+        sys.exit(EXIT_USAGE)
+    except typer.Abort:
+        sys.exit(EXIT_INTERRUPTED)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 if __name__ == "__main__":

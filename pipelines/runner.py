@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -76,6 +77,13 @@ def preflight(settings: Settings, domain: Domain) -> None:
     """
     from data_contracts.contract import DataContract
 
+    path = domain.spec.model.path
+    if path is not None and path.startswith(("/", ".", "~")) and not (Path(path) / "config.json").is_file():
+        raise UsageError(
+            f"there is no model in {path}",
+            where=f"{domain.folder / 'domain.yaml'}, model.path",
+            fix="give a folder with config.json, weights and tokenizer, or a hub id",
+        )
     domain.spec.data.check(DataContract.load(domain.contract))
     make_runtime(settings, domain)
 
@@ -144,14 +152,14 @@ class _Run:
             with _terminable():
                 results = self._stages()
         except KeyboardInterrupt:
-            self.catalog.finish_run(self.run.run_id, "killed", {})
+            self.catalog.finish_run(self.run.run_id, "interrupted", {})
             raise Interrupted(self.domain.name, self.run.run_id) from None
         except Exception as error:
             raise self._failed(error) from error
         seconds = before + time.monotonic() - began
         made = summarise(self.domain.name, self.run.run_id, results, seconds)
         complete = "register" in results
-        self.catalog.finish_run(self.run.run_id, "succeeded" if complete else "killed", made)
+        self.catalog.finish_run(self.run.run_id, "succeeded" if complete else "partial", made)
         return made
 
     def _stages(self) -> dict[str, Output]:

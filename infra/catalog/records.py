@@ -9,10 +9,11 @@ from pydantic import AwareDatetime, Field
 
 from infra.records import Record
 
-RunStatus = Literal["running", "failed", "killed", "rejected", "succeeded"]
-"""``running``, ``failed`` and ``killed`` can be resumed; ``rejected`` (a gate said no) and ``succeeded`` are final."""
+RunStatus = Literal["running", "failed", "interrupted", "partial", "rejected", "succeeded"]
+"""``running``, ``failed``, ``interrupted`` and ``partial`` (only some stages were asked for) can be resumed;
+``rejected`` (a gate said no) and ``succeeded`` are final."""
 
-UNFINISHED: tuple[RunStatus, ...] = ("running", "failed", "killed")
+UNFINISHED: tuple[RunStatus, ...] = ("running", "failed", "interrupted", "partial")
 
 
 def utc_now() -> datetime:

@@ -166,10 +166,11 @@ from infra.catalog import Catalog
 from infra.hashing import content_hash
 url, run_id = sys.argv[1:]
 catalog = Catalog.open(url)
-print("ready", flush=True)
 for i in range(10_000):
     text = chr(97 + i % 26) * 2_000_000
     catalog.save_stage(run_id, f"s{i % 3}", content_hash(text), {"text": text})
+    if not i:
+        print("saved", flush=True)
 """
 
 
@@ -179,7 +180,7 @@ def test_a_killed_writer_leaves_whole_stages_only(catalog: Catalog, url: str) ->
     for delay in (0.05, 0.11, 0.17, 0.23):
         writer = subprocess.Popen([sys.executable, "-c", WRITER, url, run.run_id], stdout=subprocess.PIPE)
         assert writer.stdout is not None
-        assert writer.stdout.readline() == b"ready\n"
+        assert writer.stdout.readline() == b"saved\n"
         time.sleep(delay)
         writer.send_signal(signal.SIGKILL)
         writer.wait()

@@ -95,13 +95,13 @@ def test_ctrl_c_stops_cleanly_says_how_to_resume_and_a_changed_domain_is_not_res
     assert "Traceback" not in ended.stderr
     assert f"senmon run {loop.domain} --resume" in ended.stderr
     run_id, status = only_run(loop)
-    assert status == "killed"
+    assert status == "interrupted"
 
     changed = loop.run_here("--resume", "--set", "rl.steps=3")
     assert changed.code == 2
     assert f"changed since run {run_id}" in changed.result["error"]["what"]
     assert "rl.steps" in changed.result["error"]["what"]
-    assert only_run(loop) == (run_id, "killed")
+    assert only_run(loop) == (run_id, "interrupted")
 
 
 def test_stages_can_be_run_in_parts(loop: Loop):

@@ -167,3 +167,38 @@ def test_tables_show_brackets_as_they_are() -> None:
     assert "senmon[ray]" in stream.getvalue()
     assert "–" in stream.getvalue()
     assert "0.1235" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["run"], ["run", "x", "--nonsense"], ["run", "x", "--seed", "-1"], ["nonsense"], ["serve", "--port", "x"]],
+)
+def test_wrong_usage_with_json_is_one_json_line_and_exit_code_2(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pipelines.cli import main
+
+    monkeypatch.setattr("sys.argv", ["senmon", *arguments, "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    out = capsys.readouterr().out.splitlines()
+    assert json.loads(out[-1])["exit_code"] == 2
+    assert json.loads(out[-1])["error"]["what"]
+
+
+def test_infinite_settings_and_missing_models_are_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    from pipelines.cli import main
+
+    monkeypatch.setenv("SENMON_HOME", str(tmp_path))
+    for option, told in (
+        ("sft.learning_rate=.inf", "finite number"),
+        ("model={path: /no/such/model}", "no model in /no/such/model"),
+    ):
+        monkeypatch.setattr("sys.argv", ["senmon", "run", "arithmetic", "--json", "--set", option])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        assert told in capsys.readouterr().out
