@@ -7,7 +7,8 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -18,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from infra.errors import UsageError
 from infra.hashing import canonical_json
 from infra.inference.engine import SamplingParams
+from infra.inference.messages import Message
 from infra.inference.renderers.base import Renderer
 from serving.envelope import request_id
 from serving.errors import ApiError, bad_request, internal_error
@@ -35,6 +37,10 @@ T = TypeVar("T")
 
 ROUTE = "/v1/chat/completions"
 CLIENT_CLOSED = 499
+CHARACTERS_PER_TOKEN = 64
+"""Far above what any tokenizer reaches on average: more characters than this per token of context cannot fit."""
+_RENDERING = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
+"""Prompts are tokenised off the event loop, one after the other: a tokenizer has settings that calls change."""
 
 
 class ChatService:
@@ -59,7 +65,7 @@ class ChatService:
             lease = await self._pool.lease(ModelRef.parse(chat.model))
             labels = Labels(lease.served.domain, str(lease.served.version), ROUTE)
             try:
-                turn = self._open(chat, lease, labels, arrived, budget, request_id(request.scope))
+                turn = await self._open(chat, lease, labels, arrived, budget, request_id(request.scope))
             except BaseException:
                 lease.release()
                 raise
@@ -71,12 +77,13 @@ class ChatService:
             return await self._stream(request, turn, reply)
         return await self._whole(request, turn, reply)
 
-    def _open(
+    async def _open(
         self, chat: ChatRequest, lease: Lease, labels: Labels, arrived: float, budget: float | None, request_id: str
     ) -> RunningTurn:
         served = lease.served
         cap = None if chat.thinking_cap is None else ThinkingCap(served.renderer, chat.thinking_cap)
-        prompt = _prompt(chat, served.renderer)
+        check_size(chat, served.engine.context)
+        prompt = await asyncio.get_running_loop().run_in_executor(_RENDERING, _prompt, chat, served.renderer)
         sampling = _sampling(chat, self._max_tokens(chat, len(prompt), served.engine.context), served.renderer.stop_ids)
         return RunningTurn(
             lease=lease,
@@ -218,6 +225,29 @@ def latency_budget(request: Request) -> float | None:
     if not 0 < value < math.inf:
         raise bad_request("'x-latency-budget-ms' must be a positive number.", "x-latency-budget-ms")
     return value / 1e3
+
+
+def check_size(chat: ChatRequest, context: int) -> None:
+    """Refuse what cannot fit before it is tokenised, whose time grows faster than its length.
+
+    Raises:
+        ApiError: 400 for more than ``CHARACTERS_PER_TOKEN`` characters per token of the context.
+    """
+    characters = sum(len(text) for message in conversation(chat) for text in _texts(message))
+    if characters > context * CHARACTERS_PER_TOKEN:
+        raise bad_request(
+            f"The context holds {context} tokens; the messages have {characters} characters.",
+            "messages",
+            "context_length_exceeded",
+        )
+
+
+def _texts(message: Message) -> Iterator[str]:
+    yield message.content or ""
+    yield message.thinking or ""
+    for call in message.tool_calls:
+        yield call.name
+        yield call.arguments
 
 
 def _prompt(chat: ChatRequest, renderer: Renderer) -> list[int]:

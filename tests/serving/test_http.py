@@ -422,3 +422,38 @@ def test_a_conversation_that_the_template_refuses_is_400(monkeypatch: pytest.Mon
     with gateway(one_model(ScriptedEngine(lambda _: ENDLESS))) as running:
         reply = running.chat()
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
+
+
+def test_a_huge_conversation_is_refused_before_it_is_tokenised() -> None:
+    engine = ScriptedEngine(lambda _: said("t", "a"))
+    with gateway(one_model(engine)) as running:
+        with pytest.raises(openai.BadRequestError) as caught:
+            running.client.chat.completions.create(
+                model="demo", messages=[{"role": "user", "content": "x" * 6_000_000}]
+            )
+        assert caught.value.code == "context_length_exceeded"
+        assert "6000000 characters" in str(caught.value)
+        assert engine.prompts == []
+        assert running.client.chat.completions.create(model="demo", messages=USER).choices[0].message.content == "a"
+
+
+def test_tokenising_does_not_hold_up_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, go_on = threading.Event(), threading.Event()
+    original = TinyRenderer.prompt
+
+    def slow(self: TinyRenderer, *args: Any) -> list[int]:
+        started.set()
+        assert go_on.wait(10)
+        return original(self, *args)
+
+    with gateway(one_model(ScriptedEngine(lambda _: said("t", "a")))) as running:
+        monkeypatch.setattr(TinyRenderer, "prompt", slow)
+        replies: list[Any] = []
+        create = running.client.chat.completions.create
+        asking = threading.Thread(target=lambda: replies.append(create(model="demo", messages=USER)))
+        asking.start()
+        assert started.wait(10)
+        assert running.client.models.list().data, "others are answered meanwhile"
+        go_on.set()
+        asking.join(10)
+    assert replies[0].choices[0].message.content == "a"
