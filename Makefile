@@ -17,6 +17,8 @@ $(STAMP): pyproject.toml requirements.lock
 		{ echo "Python 3.11 or newer is needed: make install PYTHON=/path/to/python3.11" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements.lock
+	# A GPU build of torch has dependencies that the lock does not list; a CPU build has none left to install.
+	$(BIN)/python -m pip install --quiet -c requirements.lock torch
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	touch $(STAMP)
 
