@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rl.config import Aggregation
+from rl.objectives.terms import visible
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,27 @@ class Normaliser:
     sequences: int
     tokens: int
     max_length: int
+
+
+def count(mask: Tensor, max_length: int) -> Normaliser:
+    """The normaliser of the batch with this ``mask [sequences, length]``; rows of dropped sequences are all 0."""
+    return Normaliser(int((mask > 0).any(-1).sum()), int((mask > 0).sum()), max_length)
+
+
+def across_ranks(local: Normaliser) -> Normaliser:
+    """The sum over all ranks of the default process group; ``local`` where there is none.
+
+    With it, per-rank losses and gradients *add up* to those of one rank with the whole batch (average them, as
+    DDP does, and they are too small by the number of ranks).
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return local
+    counts = torch.tensor([local.sequences, local.tokens])
+    if torch.distributed.get_backend() == "nccl":
+        counts = counts.cuda()
+    torch.distributed.all_reduce(counts)
+    sequences, tokens = counts.tolist()
+    return Normaliser(sequences, tokens, local.max_length)
 
 
 def token_weights(mask: Tensor, mode: Aggregation, normaliser: Normaliser) -> Tensor:
@@ -40,3 +63,9 @@ def token_weights(mask: Tensor, mode: Aggregation, normaliser: Normaliser) -> Te
     if mode == "dr":
         return mask / (sequences * normaliser.max_length)
     return mask / max(1, normaliser.tokens)
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> float | None:
+    """Mean of ``values`` over policy tokens, for reports; None where there is no such token."""
+    tokens = int((mask > 0).sum())
+    return float(visible(values.detach(), mask).sum()) / tokens if tokens else None

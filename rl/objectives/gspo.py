@@ -2,44 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
 
 from rl.objectives.clip import ClipBounds
+from rl.objectives.terms import ObjectiveResult, PolicyTerms
 
+__all__ = ["GSPOResult", "PolicyTerms", "gspo"]
 
-@dataclass(frozen=True)
-class PolicyTerms:
-    """What the objective looks at; all ``[sequences, length]``.
-
-    ``logprobs`` carry gradient, ``old_logprobs`` do not; ``mask`` is 1 on tokens sampled by the policy.
-    ``advantages`` may differ per token (process rewards); ``weights`` come from ``aggregation.token_weights``;
-    ``correction`` are detached trainer-rollout weights, or None.
-    """
-
-    logprobs: Tensor
-    old_logprobs: Tensor
-    mask: Tensor
-    advantages: Tensor
-    weights: Tensor
-    correction: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class GSPOResult:
-    """``loss`` is a scalar with gradient; the rest is detached.
-
-    ``ratio [sequences]`` is the geometric mean of the token ratios over policy tokens (1 where there are none).
-    ``zeroed`` and ``outside`` are ``[sequences, length]`` booleans: tokens whose gradient the clip removed,
-    and tokens whose ratio lies outside of the band.
-    """
-
-    loss: Tensor
-    ratio: Tensor
-    zeroed: Tensor
-    outside: Tensor
+GSPOResult = ObjectiveResult
 
 
 def gspo(terms: PolicyTerms, bounds: ClipBounds) -> GSPOResult:
@@ -47,8 +17,11 @@ def gspo(terms: PolicyTerms, bounds: ClipBounds) -> GSPOResult:
 
     ``s_i = exp(1/T_i sum_t m_it (log pi - log pi_old))`` (eq. 7) and ``s_it = sg[s_i] pi_it / sg[pi_it]``
     (eq. 14): every token carries the sequence's ratio and its own gradient. Masked positions never enter.
+
+    Returns:
+        ``ratio [sequences]``: the geometric mean of the token ratios over policy tokens.
     """
-    policy = terms.mask > 0
+    policy = terms.policy
     live = torch.where(policy, terms.logprobs, 0.0)
     old = torch.where(policy, terms.old_logprobs, 0.0)
     lengths = terms.mask.sum(-1).clamp(min=1)
@@ -57,10 +30,7 @@ def gspo(terms: PolicyTerms, bounds: ClipBounds) -> GSPOResult:
     token_ratio = (live - live.detach() + log_ratio[:, None]).exp()
     low, high = (1 - bounds.low)[:, None], (1 + bounds.high)[:, None]
     clipped = torch.minimum(torch.maximum(token_ratio, low), high)
-    surrogate = torch.minimum(token_ratio * terms.advantages, clipped * terms.advantages)
-    if terms.correction is not None:
-        surrogate = surrogate * terms.correction
-    loss = -(terms.weights * torch.where(policy, surrogate, 0.0)).sum()
+    loss = terms.total(torch.minimum(token_ratio * terms.advantages, clipped * terms.advantages))
     above, below = token_ratio.detach() > high, token_ratio.detach() < low
     zeroed = policy & ((above & (terms.advantages > 0)) | (below & (terms.advantages < 0)))
     return GSPOResult(loss, ratio, zeroed, policy & (above | below))
