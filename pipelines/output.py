@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,6 +61,16 @@ def command(as_json: bool) -> Iterator[None]:
             emit({"error": {"what": "interrupted", "where": "", "fix": ""}, "exit_code": EXIT_INTERRUPTED})
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except BrokenPipeError:
+        raise typer.Exit(EXIT_FAILED_CHECK) from None
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        print(f"error: unexpected: {what}", file=sys.stderr)
+        if as_json:
+            fix = "see the traceback on stderr; nothing that was finished is lost"
+            emit({"error": {"what": what, "where": "unexpected error", "fix": fix}, "exit_code": EXIT_FAILED_CHECK})
         raise typer.Exit(EXIT_FAILED_CHECK) from None
 
 

@@ -65,7 +65,10 @@ def run_domain(settings: Settings, request: RunRequest) -> dict[str, Any]:
     with Catalog.open(settings.catalog) as catalog, domain_lock(settings, domain.name) as lock:
         domain, run = _resume(catalog, domain, request) if request.resume else _start(catalog, domain, request)
         lock.set_run(run.run_id)
-        stages = select_stages(request.stages or run.params["stages"], run.params["promote"] or request.promote)
+        promote = run.params["promote"] or request.promote
+        stages = select_stages(request.stages or run.params["stages"], promote)
+        if request.stages is None and all(catalog.stage_result(run.run_id, stage.name) for stage in stages):
+            stages = select_stages(None, promote)  # what was asked of the run is done: resuming it goes on to the end
         return _Run(settings, catalog, domain, run, stages, lock).execute()
 
 

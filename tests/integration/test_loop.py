@@ -110,11 +110,22 @@ def test_stages_can_be_run_in_parts(loop: Loop):
     assert first.result["snapshot"]
     assert first.result["registry.version"] is None
     jumped = loop.run_here("--resume", "--stages", "rl..")
+    assert only_run(loop)[1] == "failed"
     assert jumped.code == 2
     assert "needs stage sft, which was not run yet" in jumped.result["error"]["what"]
     fresh = loop.run_here("--stages", "rl..")
     assert fresh.code == 2
     assert "--resume" in fresh.result["error"]["fix"]
+
+
+def test_resuming_a_run_whose_chosen_stages_are_done_goes_on_to_the_end(loop: Loop):
+    first = loop.run_here("--stages", "..snapshot")
+    assert first.code == 0, first.stderr
+    assert only_run(loop)[1] == "partial"
+    rest = loop.run_here("--resume")
+    assert rest.code == 0, rest.stderr
+    assert rest.result["registry.version"] == 1
+    assert only_run(loop)[1] == "succeeded"
 
 
 def test_a_busy_domain_is_refused_at_once_and_names_the_holder(loop: Loop):

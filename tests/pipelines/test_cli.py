@@ -202,3 +202,20 @@ def test_infinite_settings_and_missing_models_are_bad_input(
             main()
         assert ended.value.code == 2
         assert told in capsys.readouterr().out
+
+
+def test_an_unexpected_error_is_one_json_line_with_its_traceback_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    import typer
+
+    from pipelines.output import command
+
+    def fail() -> None:
+        with command(as_json=True):
+            raise OSError("disk full\nsecond line")
+
+    with pytest.raises(typer.Exit) as ended:
+        fail()
+    assert ended.value.exit_code == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out.splitlines()[-1])["error"]["what"] == "OSError: disk full"
+    assert "Traceback" in printed.err

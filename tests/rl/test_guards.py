@@ -70,9 +70,9 @@ def after(begin: int, **figures: float) -> Change:
 @pytest.mark.parametrize(
     ("change", "steps", "expected"),
     [
-        (after(30, kl_to_reference=0.06), 33, [("kl", "warn", 32)]),
-        (after(4, kl_to_reference=0.21), 7, [("kl", "stop", 6)]),
-        (after(30, kl_to_reference=0.051), 33, [("kl", "stop", 32), ("kl", "warn", 32)]),
+        (after(4, kl_to_reference=0.06), 9, [("kl", "warn", 8)]),
+        (after(4, kl_to_reference=0.21), 9, [("kl", "stop", 8)]),
+        (after(30, kl_to_reference=0.051), 35, [("kl", "stop", 34), ("kl", "warn", 34)]),
         (after(3, logprob_drift_k3=2e-3), 4, [("drift_k3", "warn", 3)]),
         (after(3, logprob_drift_k3=2e-2), 4, [("drift_k3", "stop", 3)]),
         (after(3, logprob_drift=0.04), 4, [("drift", "warn", 3)]),
@@ -111,7 +111,7 @@ def test_a_guard_trips_at_its_threshold(change: Change, steps: int, expected: li
     [
         constantly(),
         constantly(kl_to_reference=0.05),
-        lambda step: {"rl.kl_to_reference": 2.0 if step % 3 else 0.01},
+        lambda step: {"rl.kl_to_reference": 2.0 if step % 5 else 0.01},
         constantly(logprob_drift_k3=1e-3, logprob_drift=0.03, on_policy_ratio_error=1e-5),
         after(10, entropy=0.031),
         lambda step: {"rl.entropy": 0.001 if step % 5 else 0.04},
@@ -190,8 +190,8 @@ def test_the_same_warning_comes_at_most_every_twenty_steps_but_worse_comes_at_on
 
 def test_lowering_the_learning_rate_is_a_level_like_the_others():
     panel = GuardPanel(GuardConfig.model_validate({"kl": {"lower_lr": 0.1, "jump_action": "off"}}))
-    found = alarms(constantly(kl_to_reference=0.15), 24, panel=panel)
-    assert first(found) == [("kl", "lower_lr", 2), ("kl", "lower_lr", 22)]
+    found = alarms(constantly(kl_to_reference=0.15), 26, panel=panel)
+    assert first(found) == [("kl", "lower_lr", 4), ("kl", "lower_lr", 24)]
     assert panel.learning_rate_scale == 0.25
 
 
@@ -219,20 +219,20 @@ def test_an_update_with_nan_is_never_made(norm: float, loss: float, action: str)
 
 
 def test_a_stop_says_what_happened_shows_twenty_values_and_proposes_a_fix():
-    found = alarms(lambda step: {"rl.kl_to_reference": 0.01 * step}, 24)
+    found = alarms(lambda step: {"rl.kl_to_reference": 0.01 * step}, 26)
     stops = [alarm for alarm in found if alarm.action == "stop"]
     with pytest.raises(CheckFailed) as error:
         raise_on_stop(found)
     text = str(error.value)
-    assert "guard kl stopped the run: KL to the reference (k3 per token) is 0.23, above 0.2 for 3 steps" in text
+    assert "guard kl stopped the run: KL to the reference (k3 per token) is 0.25, above 0.2 for 5 steps" in text
     assert "rl.kl_to_reference, last 20: ▁▁▂▂▂▃▃▄▄▄▅▅▅▆▆▇▇▇██" in text
-    assert "\n  0.04 0.05 0.06 " in text
-    assert " 0.22 0.23\n" in text
-    assert "where: stage rl, step 23" in text
+    assert "\n  0.06 0.07 0.08 " in text
+    assert " 0.24 0.25\n" in text
+    assert "where: stage rl, step 25" in text
     assert "fix:   lower rl.learning_rate" in text
     assert "last good policy" in text
     assert len(stops[0].values) == 20
-    assert stops[0].line().startswith("guard kl (stop) at step 23: ")
+    assert stops[0].line().startswith("guard kl (stop) at step 25: ")
     raise_on_stop([alarm for alarm in found if alarm.action == "warn"])
 
 
@@ -277,12 +277,13 @@ def test_a_resumed_panel_goes_on_bit_for_bit(cut: int):
     expected = play(whole, range(60))[2 * cut :]
     before, resumed = GuardPanel(config), GuardPanel(config)
     play(before, range(cut))
+    state = before.state_dict()
+    play(before, range(cut, 60))
+    assert json.loads(json.dumps(state)) == state
     file = BytesIO()
-    torch.save(before.state_dict(), file)
+    torch.save(state, file)
     file.seek(0)
     resumed.load_state_dict(torch.load(file, weights_only=True))
-    assert json.loads(json.dumps(before.state_dict())) == before.state_dict()
-    play(before, range(cut, 60)), "the saved state is a copy"
     assert play(resumed, range(cut, 60)) == expected
     assert resumed.state_dict() == whole.state_dict()
     assert len({(alarm.guard, alarm.action) for answer in expected for alarm in answer}) >= 2
@@ -298,7 +299,7 @@ def test_steps_must_rise():
 
 def test_a_domain_changes_one_limit_and_keeps_the_others():
     config = GuardConfig.model_validate({"kl": {"stop": 0.5}, "length": {"warn": None}})
-    assert (config.kl.warn, config.kl.stop, config.kl.patience) == (0.05, 0.5, 3)
+    assert (config.kl.warn, config.kl.stop, config.kl.patience) == (0.05, 0.5, 5)
     assert (config.length.warn, config.length.stop) == (None, 4.0)
     with pytest.raises(ValidationError, match="warn <= lower_lr <= stop"):
         GuardConfig.model_validate({"kl": {"warn": 0.3}})
@@ -324,9 +325,10 @@ def test_guards_can_be_switched_off():
     assert panel.before_update(60, 1e9, {}) == ()
 
 
-def test_a_bypass_under_router_noise_makes_only_positive_episodes_learn():
-    """log pi - log mu ~ N(-s²/2, s) on tokens sampled from mu: KL(mu || pi) 4e-3 per token, as 1% flips give."""
-    episodes, tokens, noise = 64, 1024, 0.09
+@pytest.mark.parametrize(("noise", "action"), [(0.09, "stop"), (0.05, "warn")])
+def test_a_bypass_under_router_noise_makes_only_positive_episodes_learn(noise: float, action: str):
+    """log pi - log mu ~ N(-s²/2, s) on tokens sampled from mu: s 0.09 is a KL of 4e-3, as 1% router flips give."""
+    episodes, tokens = 64, 1024
     torch.manual_seed(0)
     panel = GuardPanel(GuardConfig())
     found: list[Alarm] = []
@@ -343,7 +345,7 @@ def test_a_bypass_under_router_noise_makes_only_positive_episodes_learn():
             "rl.clip_fraction_negative": float(zeroed[advantages < 0].mean()),
         }
         found += panel.observe(step, HEALTHY | gap)
-    assert first(found) == [("clip_asymmetry", "stop", 9)]
+    assert first(found) == [("clip_asymmetry", action, 9)]
     assert "negative episodes hardly teach" in found[0].what
 
 
