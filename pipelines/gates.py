@@ -53,6 +53,10 @@ class GateResult(Record):
     wanted: str
 
 
+class GateRejected(CheckFailed):
+    """A gate's rules said no; anything else that fails in a gate's stage can be repaired and resumed."""
+
+
 class GateReport(Record):
     """All rules of one gate; it passed only if there is at least one rule and every rule passed."""
 
@@ -61,7 +65,7 @@ class GateReport(Record):
     results: tuple[GateResult, ...]
 
     def raise_on_failure(self) -> None:
-        """Raise :class:`CheckFailed` which lists every failing metric."""
+        """Raise :class:`GateRejected` which lists every failing metric."""
         if self.passed:
             return
         failed = [
@@ -70,7 +74,7 @@ class GateReport(Record):
             if r.reasons
         ]
         lines = "\n".join(f"    {line}" for line in failed) or "    the gate has no rules"
-        raise CheckFailed(
+        raise GateRejected(
             f"gate {self.gate} said no:\n{lines}",
             where=f"gate {self.gate}",
             fix="look at the run's metrics; change data or training, or the gate in domain.yaml if it asks too much",

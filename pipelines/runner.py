@@ -18,8 +18,9 @@ from infra.locks import HeldLock, domain_lock
 from infra.settings import Settings
 from infra.telemetry import logger
 from pipelines import prefect_env
+from pipelines.gates import GateRejected
 from pipelines.spec import Domain, changes, load_domain
-from pipelines.stages import GATE_STAGES, Output, RunContext, Stage, make_runtime, run_folder, select_stages
+from pipelines.stages import Output, RunContext, Stage, make_runtime, run_folder, select_stages
 
 TRACKING = "tracking"
 """Pseudo stage in the catalog that remembers the run's MLflow id."""
@@ -168,6 +169,10 @@ class _Run:
     def _stages(self) -> dict[str, Output]:
         served = prefect_env.configure(self.settings.root)
         logger.info("run %s of %s%s", self.run.run_id, self.domain.name, "" if served else ", starting Prefect")
+        with prefect_env.server(self.settings.root):
+            return self._flow()
+
+    def _flow(self) -> dict[str, Output]:
         from infra.compute.threads import configure_threads
         from infra.registry import Registry
         from infra.tracking import Tracker
@@ -192,7 +197,7 @@ class _Run:
         from pipelines.flow import explain, root_cause
 
         stage, cause = root_cause(error)
-        rejected = isinstance(cause, CheckFailed) and stage in GATE_STAGES
+        rejected = isinstance(cause, GateRejected)
         summary = {"domain": self.domain.name, "run_id": self.run.run_id, "stage": stage, "error": explain(cause)}
         self.catalog.finish_run(self.run.run_id, "rejected" if rejected else "failed", summary)
         if isinstance(cause, SenmonError):

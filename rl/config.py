@@ -73,3 +73,5 @@ class EvalConfig(Config):
     temperature: float = Field(default=1.0, gt=0)
     batch_size: int = Field(default=256, ge=1)
     """Episodes in flight at once."""
+    max_unjudged: float = Field(default=0.05, ge=0, lt=1)
+    """Largest share of episodes without a verdict; above it, shares of the judged ones would say too little."""

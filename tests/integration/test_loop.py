@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 
 from infra.locks import domain_lock
 from infra.registry import Registry
 from pipelines.stages import STAGES
-from tests.integration.loop import Ended, Loop, wait_for
+from tests.integration.loop import ROOT, Ended, Loop, wait_for
 from tests.integration.toy_domain import read_table, write_table
 
 SUMMARY_KEYS = [
@@ -102,6 +105,27 @@ def test_ctrl_c_stops_cleanly_says_how_to_resume_and_a_changed_domain_is_not_res
     assert f"changed since run {run_id}" in changed.result["error"]["what"]
     assert "rl.steps" in changed.result["error"]["what"]
     assert only_run(loop) == (run_id, "interrupted")
+
+
+def test_ctrl_c_in_a_terminal_goes_to_the_whole_group_and_stops_as_cleanly(loop: Loop):
+    """With the embedded Prefect server, which must not die of the same signal."""
+    command = [sys.executable, "-m", "pipelines.cli", "run", str(loop.domain), "--json", "--set", "sft.max_steps=5000"]
+    environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**environment, "SENMON_HOME": str(loop.home)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    wait_for(lambda: any((loop.home / "runs").glob("*/sft/checkpoint.pt")), process)
+    os.killpg(process.pid, signal.SIGINT)
+    ended = loop.end(process)
+    assert ended.code == 130, ended.stderr
+    assert "ConnectError" not in ended.stderr
+    assert only_run(loop)[1] == "interrupted"
 
 
 def test_stages_can_be_run_in_parts(loop: Loop):
