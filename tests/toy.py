@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,6 +41,15 @@ def doubled(episode: Episode) -> float:
 def constant(episode: Episode) -> float:
     """The same for everybody."""
     return 1.0
+
+
+@verifier("alternating")
+def alternating(episode: Episode) -> float:
+    """Right every other time it is asked, whatever the episode: signal for a model that cannot do anything yet."""
+    return float(next(_ASKED) % 2)
+
+
+_ASKED = itertools.count()
 
 
 @verifier("zero")

@@ -38,12 +38,14 @@ def test_a_chat_model_is_cold_started_trained_evaluated_and_loaded_again(tmp_pat
         RLConfig(steps=1, groups=2, group_size=2, max_tokens=24, max_turns=2, eval_every=0),
         tasks[:8],
         tasks[8:],
-        toy.runtime(),
+        toy.runtime(toy.alternating),
         tmp_path / "rl",
         0,
         lambda seen, step: figures.append(seen),
     )
     assert figures[0]["rl.tokens"] > 0
+    assert figures[0]["rl.updates"] > 0
+    assert figures[0]["rl.logprob_drift"] < 1e-4
     config = EvalConfig(max_tokens=16, max_turns=2)
     report = evaluate_policy(trained.policy, tasks[8:], toy.runtime(), config, 0, reference=cold.policy)
     assert report.episodes == 4
