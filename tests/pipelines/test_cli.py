@@ -120,7 +120,7 @@ def test_prefect_is_set_up_below_home_and_the_users_own_settings_win(tmp_path: P
     monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k not in names})
     assert prefect_env.configure(tmp_path) is False
     assert os.environ["PREFECT_HOME"] == str(tmp_path / "prefect")
-    assert int(os.environ["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"]) >= 120
+    assert prefect_env.STARTUP_SECONDS >= 120, "a fresh home on a busy machine needs it"
     os.environ["PREFECT_HOME"] = "/mine"
     os.environ["PREFECT_API_URL"] = "http://server/api"
     assert prefect_env.configure(tmp_path) is True
