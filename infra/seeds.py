@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from infra.hashing import content_hash
 
@@ -15,3 +16,34 @@ def derive_seed(*parts: str | int) -> int:
 def generator(*parts: str | int) -> random.Random:
     """A Python generator seeded by :func:`derive_seed`."""
     return random.Random(derive_seed(*parts))
+
+
+def random_states() -> dict[str, Any]:
+    """States of the global generators of Python, NumPy and torch, as plain values and tensors.
+
+    Nothing here draws from them, but tools and verifiers of a domain may.
+    """
+    import numpy
+    import torch
+
+    version, internal, gauss = random.getstate()
+    state = numpy.random.get_state(legacy=False)
+    assert isinstance(state, dict)
+    twister = state["state"]
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [twister["key"].tolist(), int(twister["pos"]), int(state["has_gauss"]), float(state["gauss"])],
+        "torch": torch.get_rng_state(),
+    }
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Put :func:`random_states` back."""
+    import numpy
+    import torch
+
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    keys, position, has_gauss, cached = states["numpy"]
+    numpy.random.set_state(("MT19937", numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+    torch.set_rng_state(states["torch"])

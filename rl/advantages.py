@@ -7,9 +7,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-STD_EPSILON = 1e-6
+from rl.objectives.config import Baseline
 
-Baseline = Literal["mean", "leave_one_out"]
+STD_EPSILON = 1e-6
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,23 @@ from domain_rewards.verifiers.judge import Verdict
 from infra.inference.engine import Engine, SamplingParams, StopReason, TokenEvent
 from infra.inference.messages import Message
 from infra.inference.renderers.base import Renderer
+from rl.objectives.length import RepetitionStop
 from rl.trajectory import EpisodeEnd, Segment, Trajectory
 
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """How episodes are sampled; temperature 0 is greedy."""
+    """How episodes are sampled; temperature 0 is greedy.
+
+    With ``run_window``, so many sampled tokens in a row, each with a probability above ``run_threshold``, end an
+    episode: it goes round in circles.
+    """
 
     max_tokens: int
     max_turns: int
     temperature: float
+    run_window: int | None = None
+    run_threshold: float = 0.99
 
 
 @dataclass(frozen=True)
@@ -69,12 +76,16 @@ class _Running:
     end: EpisodeEnd | None = None
     failure: ToolFailure | None = None
     finished_at: float = 0.0
+    repetition: RepetitionStop | None = None
 
-    def take(self, event: TokenEvent) -> None:
-        """Append a sampled token."""
+    def take(self, event: TokenEvent) -> bool:
+        """Append a sampled token; whether the turn ends with it."""
         self.ids.append(event.token)
         self.logprobs.append(event.logprob)
         self.mask.append(1)
+        if event.finished is None and self.repetition is not None and self.repetition.feed(event.logprob):
+            self.end = EpisodeEnd.REPETITION
+        return event.finished is not None or self.end is not None
 
     def append_result(self, ids: Sequence[int]) -> None:
         """Append the tokens of a tool result."""
@@ -105,9 +116,8 @@ async def play(
         turns: list[tuple[int, _Running, StopReason]] = []
         for event in engine.step():
             episode = open_episodes[event.sequence]
-            episode.take(event)
-            if event.finished is not None:
-                turns.append((event.sequence, episode, event.finished))
+            if episode.take(event):
+                turns.append((event.sequence, episode, event.finished or StopReason.ABORT))
         await asyncio.gather(
             *(_end_turn(engine, renderer, handle, episode, why, settings) for handle, episode, why in turns)
         )
@@ -153,6 +163,8 @@ def _submit(
         handles = iter(engine.submit(prompt, sampling) if sampling else [])
         for request, environment in group:
             episode = _Running(request, environment, prompt, engine.weight_version, now)
+            if settings.run_window is not None:
+                episode.repetition = RepetitionStop(settings.run_window, settings.run_threshold)
             if isinstance(environment, ToolFailure):
                 episode.end, episode.failure, episode.finished_at = EpisodeEnd.TOOL_FAILURE, environment, now
                 running.append((None, episode))
@@ -172,7 +184,8 @@ async def _end_turn(
     episode.reasoning_tokens += parsed.reasoning_tokens
     message = parsed.message
     if why is not StopReason.STOP or parsed.malformed is not None:
-        episode.end = EpisodeEnd.LENGTH if why is not StopReason.STOP else EpisodeEnd.MALFORMED
+        if episode.end is None:
+            episode.end = EpisodeEnd.LENGTH if why is not StopReason.STOP else EpisodeEnd.MALFORMED
         episode.messages.append(Message(role="assistant", content=None, thinking=message.thinking))
         return
     episode.messages.append(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -17,6 +18,7 @@ class EpisodeEnd(StrEnum):
     TURNS = "turns"
     MALFORMED = "malformed"
     TOOL_FAILURE = "tool_failure"
+    REPETITION = "repetition"
 
 
 @dataclass(frozen=True)
@@ -51,3 +53,22 @@ class Trajectory:
     def sampled_tokens(self) -> int:
         """Tokens sampled by the policy."""
         return sum(self.mask)
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """How many weight versions behind the present one tokens were sampled: the oldest, and the mean over tokens."""
+
+    largest: int
+    mean: float
+
+
+def staleness(versions: Sequence[int], current: int) -> Staleness:
+    """Staleness of an episode (or a batch) with these weight versions of its tokens: the oldest counts, not the newest.
+
+    Raises:
+        ValueError: no token, or one that is newer than ``current``.
+    """
+    if not versions or max(versions) > current:
+        raise ValueError(f"versions {list(versions)[:5]} do not lie at or before version {current}")
+    return Staleness(current - min(versions), sum(current - version for version in versions) / len(versions))

@@ -202,7 +202,7 @@ class _ColdStart:
 
 def discard_checkpoints(out: Path) -> None:
     """Remove what only a resume would need, once the stage is recorded as finished."""
-    for name in ("checkpoint.pt", "checkpoint.pt.partial", "policy.partial"):
+    for name in ("checkpoint.pt", "checkpoint.pt.partial", "checkpoints", "policy.partial"):
         path = out / name
         if path.is_dir():
             shutil.rmtree(path)

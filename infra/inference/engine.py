@@ -6,6 +6,7 @@ a tool result can be appended (:meth:`Engine.extend`) without computing its past
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -26,7 +27,10 @@ class SamplingParams:
 
     ``max_tokens`` bounds the tokens sampled over the whole life of the sequence (tool results are not counted).
     ``temperature`` 0 is greedy. Sampling draws from a generator of the sequence's own, seeded with ``seed``,
-    so a sequence does not depend on its neighbours in the batch.
+    so a sequence does not depend on its neighbours in the batch. ``top_k`` 0 keeps all tokens.
+
+    Raises:
+        ValueError: a number is out of its range or NaN.
     """
 
     max_tokens: int
@@ -36,6 +40,15 @@ class SamplingParams:
     min_p: float = 0.0
     stop_ids: frozenset[int] = frozenset()
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.temperature < math.inf and 0 < self.top_p <= 1 and self.top_k >= 0 and 0 <= self.min_p <= 1):
+            raise ValueError(f"temperature >= 0, 0 < top_p <= 1, top_k >= 0 and 0 <= min_p <= 1 are needed: {self}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens may be left out."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
 
 
 @dataclass(frozen=True)

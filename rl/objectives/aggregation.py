@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl.config import Aggregation
+from rl.objectives.config import Aggregation
 from rl.objectives.terms import visible
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl.config import ClipConfig
+from rl.objectives.config import ClipConfig
 
 RMS_EPSILON = 1e-8
 

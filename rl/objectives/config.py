@@ -8,6 +8,27 @@ from pydantic import Field, model_validator
 
 from infra.records import Config
 
+Aggregation = Literal["gspo", "dr", "luspo", "token"]
+Baseline = Literal["mean", "leave_one_out"]
+
+
+class ClipConfig(Config):
+    """Clip range of the sequence ratio, and how a rare success widens it (modulation 0 = plain GSPO).
+
+    3e-4 / 4e-4 is the GSPO paper's range for large models (arXiv 2507.18071, sec. 5.1).
+    """
+
+    low: float = Field(default=3e-4, gt=0)
+    high: float = Field(default=4e-4, gt=0)
+    modulation_high: float = Field(default=1.0, ge=0)
+    modulation_low: float = Field(default=0.0, gt=-1)
+    z0: float = Field(default=1.0, ge=0)
+    kappa: float = Field(default=1.0, gt=0)
+    min_ratio: float = Field(default=1 / 3, gt=0)
+    """Smallest modulated bound, as a multiple of ``low``."""
+    max_ratio: float = Field(default=6.25, gt=0)
+    """Largest modulated bound, as a multiple of ``high`` (2.5e-3 for the default range)."""
+
 
 class GSPO(Config):
     """Sequence ratio (arXiv 2507.18071); its clip range is ``rl.clip``."""
@@ -86,6 +107,9 @@ class KLConfig(Config):
     estimator: Literal["k2", "k3"] = "k2"
     unbiased: bool = False
     """Multiply the loss's estimate by the live ratio (arXiv 2512.02556): for several updates per rollout."""
+    measure: bool = True
+    """Report the KL to the policy at the start of the stage at every step, which the guard needs: one forward of that
+    policy over the step's episodes."""
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
@@ -97,7 +121,7 @@ class KLConfig(Config):
 class CorrectionConfig(Config):
     """What to do about the engine's log-probs not being the trainer's."""
 
-    old_logprobs: Literal["bypass", "recompute"] = "bypass"
+    old_logprobs: Literal["bypass", "recompute"] = "recompute"
     """``bypass``: the engine's stand for pi_old, as long as the mismatch is at most a third of the clip bound."""
     weights: Literal["off", "token_tis", "icepop", "sequence_tis"] = "off"
     mask: Literal["off", "geometric", "k3"] = "off"
@@ -134,18 +158,6 @@ class LengthConfig(Config):
     run_window: int | None = Field(default=None, ge=2)
     """Tokens in a row, each more likely than ``run_threshold``, that end a generation; see ``length.run_window``."""
     run_threshold: float = Field(default=0.99, gt=0, lt=1)
-
-
-class ProcessConfig(Config):
-    """Process rewards on thinking tokens."""
-
-    share: float = Field(default=0.0, ge=0, le=1)
-    """Of the process advantage in a think token's advantage (0 = off; 0.2 is usual)."""
-    form: Literal["min", "sum"] = "min"
-    """``sum`` is there to be compared with: it rewards padding."""
-    drop_positive_on_failure: bool = True
-    failed_below: float = Field(default=0.5, gt=0, le=1)
-    """An outcome reward below this is a failure."""
 
 
 class EntropyConfig(Config):

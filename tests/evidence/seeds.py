@@ -1,7 +1,8 @@
 """Runs a domain with several seeds through ``senmon run`` and keeps every result, good or bad.
 
 ``python -m tests.evidence.seeds invoice_approval --seeds 5`` writes ``tests/evidence/seeds_invoice_approval.json``
-and prints the table of the README. Each seed runs in a home of its own; data and splits are the same for all.
+and prints the table of the README; the figures of every RL step go to ``tests/rl/data/healthy_invoice_approval.json``,
+over which the guards must stay silent. Each seed runs in a home of its own; data and splits are the same for all.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ KEPT = (
     "rl.heldout_success_sampled",
     "thinking_token_ratio",
     "kl_to_reference",
+    "guard_alarms",
     "seconds",
 )
 
 
-def run_seed(domain: str, seed: int, home: Path) -> dict[str, Any]:
-    """The summary of one run; a run that fails is an error here, not a missing row."""
+def run_seed(domain: str, seed: int, home: Path) -> tuple[dict[str, Any], dict[str, list[float | None]]]:
+    """Summary of one run and its RL figures step by step; a run that fails is an error, not a missing row."""
     command = [sys.executable, "-m", "pipelines.cli", "run", domain, "--json", "--set", f"seed={seed}"]
     done = subprocess.run(
         command,
@@ -40,7 +42,26 @@ def run_seed(domain: str, seed: int, home: Path) -> dict[str, Any]:
         check=False,
     )
     summary = json.loads(done.stdout.splitlines()[-1])
-    return {"seed": seed, "exit_code": done.returncode, **{key: summary.get(key) for key in KEPT}}
+    series = rl_series(home)
+    summary["guard_alarms"] = sum(value or 0 for value in series["rl.alarms"])
+    return {"seed": seed, "exit_code": done.returncode, **{key: summary.get(key) for key in KEPT}}, series
+
+
+def rl_series(home: Path) -> dict[str, list[float | None]]:
+    """Every figure of the RL steps from the home's MLflow store, to four digits; None where a step has none."""
+    from infra.mlflow_client import open_client
+    from infra.settings import Settings
+
+    client = open_client(Settings(home=home, catalog_url="", tracking_uri=""))
+    (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    names = [name for name in run.data.metrics if name.startswith("rl.")]
+    history = {name: {m.step: m.value for m in client.get_metric_history(run.info.run_id, name)} for name in names}
+    steps = sorted(history["rl.episodes"])
+    return {
+        name: [float(f"{values[step]:.4g}") if step in values else None for step in steps]
+        for name, values in sorted(history.items())
+        if set(values) & set(steps)
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -62,10 +83,11 @@ def main() -> None:
     parser.add_argument("domain")
     parser.add_argument("--seeds", type=int, default=5)
     arguments = parser.parse_args()
-    rows = []
+    rows, recorded = [], {}
     for seed in range(arguments.seeds):
         with tempfile.TemporaryDirectory() as home:
-            rows.append(run_seed(arguments.domain, seed, Path(home)))
+            row, recorded[f"seed {seed}"] = run_seed(arguments.domain, seed, Path(home))
+        rows.append(row)
         print(json.dumps(rows[-1]), flush=True)
     result = {
         "domain": arguments.domain,
@@ -74,6 +96,8 @@ def main() -> None:
         "rows": rows,
     }
     (HERE / f"seeds_{arguments.domain}.json").write_text(json.dumps(result, indent=1) + "\n")
+    data = HERE.parent / "rl" / "data" / f"healthy_{arguments.domain}.json"
+    data.write_text(json.dumps(recorded) + "\n")
     print(table(rows))
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from infra.compute.attention.shared_prefix import make_layout, packed_logprobs
+from infra.compute.attention.shared_prefix import make_layout, packed_logits
 from infra.compute.logprobs import pad_sequences, token_logprobs
-from infra.compute.packing import grouped_logprobs
+from infra.compute.scores import grouped_scores
 from tests.infra.models import tiny_policy
 
 Groups = list[tuple[int, list[int]]]
@@ -68,7 +68,8 @@ def test_values_and_every_gradient_equal_eager(
     weights = torch.randn(layout.target.shape, generator=generator).to(dtype)
     reference = one_by_one(model, ids, groups)
     expected = gradients(model, (reference * weights).mean())
-    packed = packed_logprobs(model, ids, layout).to(dtype)
+    logits = packed_logits(model, ids, layout, layout.predictor)
+    packed = logits.log_softmax(-1).gather(1, ids[layout.target, None])[:, 0].to(dtype)
     ours = gradients(model, (packed * weights).mean())
     torch.testing.assert_close(packed, reference, rtol=0, atol=tolerance)
     for name, gradient in ours.items():
@@ -107,7 +108,7 @@ def test_grouped_logprobs_equal_the_padded_batch_whatever_the_order() -> None:
     batch = pad_sequences(prompts, completions, masks, 0)
     weights = torch.rand(batch.mask.shape)
     plain = token_logprobs(model, batch, 0.8) * batch.mask
-    grouped = grouped_logprobs(model, prompts, completions, batch.ids.shape[1], 0.8)
+    grouped = grouped_scores(model, prompts, completions, batch.ids.shape[1], 0.8).logprobs
     torch.testing.assert_close(grouped, plain, rtol=0, atol=2e-5)
     expected, ours = gradients(model, (plain * weights).mean()), gradients(model, (grouped * weights).mean())
     for name, gradient in ours.items():

@@ -11,11 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl.config import Aggregation, ClipConfig
 from rl.objectives.aggregation import Normaliser, count, token_weights
 from rl.objectives.choice import policy_loss
 from rl.objectives.clip import clip_bounds
-from rl.objectives.config import CISPO, DCPO, GMPO, GRPO, GSPO, PPO, SAPO, CorrectionConfig, CriticFree
+from rl.objectives.config import (
+    CISPO,
+    DCPO,
+    GMPO,
+    GRPO,
+    GSPO,
+    PPO,
+    SAPO,
+    Aggregation,
+    ClipConfig,
+    CorrectionConfig,
+    CriticFree,
+)
 from rl.objectives.correction import correct
 from rl.objectives.entropy import entropy_bonus
 from rl.objectives.kl import kl_loss
@@ -28,7 +39,7 @@ ORACLES: dict[str, dict[str, Any]] = {
     for case in json.loads((Path(__file__).parents[1] / "oracles" / "gspo_oracles.json").read_text())["cases"]
 }
 TOLERANCE: dict[str, Any] = {"rtol": 0.0, "atol": 1e-12}
-PLAIN = ClipConfig(low=3e-4, high=4e-4)
+PLAIN = ClipConfig(low=3e-4, high=4e-4, modulation_high=0)
 MODULATED = ClipConfig(low=3e-4, high=4e-4, modulation_high=1.0)
 
 CRITIC_FREE: list[CriticFree] = [GSPO(), GRPO(cap=1.5), CISPO(high=0.2), GMPO(), SAPO(), DCPO()]

@@ -18,6 +18,7 @@ from rl.config import RLConfig
 from rl.guards import Alarm, GuardConfig, GuardPanel, raise_on_stop
 from rl.guards.alarm import sparkline
 from rl.objectives.clip import ClipBounds
+from rl.objectives.config import LengthConfig
 from rl.objectives.gspo import PolicyTerms, gspo
 from rl.stage import run_rl
 from sft.config import SFTConfig
@@ -365,11 +366,32 @@ def cold(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_training_without_signal_does_not_go_on(cold: Path, tmp_path: Path, verifier: Any, expected: str):
-    panel = GuardPanel(GuardConfig())
-    config = RLConfig(steps=10, groups=2, group_size=2, max_tokens=8, eval_every=0)
-
-    def guarded(figures: Mapping[str, float], step: int) -> None:
-        raise_on_stop(panel.observe(step, figures))
-
+    """RL-01"""
+    guards = GuardConfig.model_validate({"truncated": {"stop": None}})
+    config = RLConfig(steps=10, groups=2, group_size=2, max_tokens=8, eval_every=0, guards=guards)
     with pytest.raises(CheckFailed, match=expected):
-        run_rl(cold, config, toy.tasks(8), toy.tasks(2), toy.runtime(verifier), tmp_path, 0, guarded)
+        run_rl(cold, config, toy.tasks(8), toy.tasks(2), toy.runtime(verifier), tmp_path, 0, toy.ignore)
+
+
+def test_training_on_episodes_that_are_all_cut_does_not_go_on(cold: Path, tmp_path: Path):
+    """RO-03: nothing ends by itself, everything is masked."""
+    seen: list[dict[str, float]] = []
+    config = RLConfig(
+        steps=10, groups=2, group_size=4, max_tokens=2, eval_every=0, length=LengthConfig(truncated="mask")
+    )
+    with pytest.raises(CheckFailed, match="guard truncated stopped the run: the share of episodes cut"):
+        run_rl(
+            cold,
+            config,
+            toy.tasks(8),
+            toy.tasks(2),
+            toy.runtime(),
+            tmp_path,
+            0,
+            lambda figures, step: seen.append(figures),
+        )
+    assert [figures["rl.truncated"] for figures in seen] == [1.0, 1.0]
+    for figures in seen:
+        assert "rl.tokens_untruncated" not in figures
+        assert "rl.loss" not in figures
+        assert all(math.isfinite(value) for value in figures.values())

@@ -1,7 +1,8 @@
 """Guards stay silent over healthy runs, recorded in tests/rl/data, and hear it when one figure of these goes wrong.
 
-The files hold every step of real runs of the trainer: five seeds of each bundled domain with its domain.yaml, and
-two of the domain in tests/toy.py. ``rl.grad_norm_max`` is the largest gradient norm of a step's updates.
+The files hold every step of real runs of the trainer: five seeds of each bundled domain with its domain.yaml
+(``python -m tests.evidence.seeds``), and two of the domain in tests/toy.py. ``rl.grad_norm_max`` is the largest
+gradient norm of a step's updates.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import Any
 
 import pytest
 
+from pipelines.spec import load_domain
 from rl.guards import Alarm, GuardConfig, GuardPanel
 
 DATA = Path(__file__).parent / "data"
 CONFIGS: dict[str, dict[str, Any]] = {
-    "invoice_approval": {},
-    "arithmetic": {},
+    "invoice_approval": load_domain("invoice_approval").spec.rl.guards.model_dump(),
+    "arithmetic": load_domain("arithmetic").spec.rl.guards.model_dump(),
     # Fifty thousand parameters move further from their reference than a large model may.
     "toy": {"kl": {"warn": 0.5, "stop": 2}},
 }

@@ -19,7 +19,7 @@ ORACLES = {
     case["name"]: case
     for case in json.loads((Path(__file__).parents[1] / "oracles" / "gspo_oracles.json").read_text())["cases"]
 }
-PLAIN = ClipConfig(low=3e-4, high=4e-4)
+PLAIN = ClipConfig(low=3e-4, high=4e-4, modulation_high=0)
 MODULATED = ClipConfig(low=3e-4, high=4e-4, modulation_high=1.0)
 TOLERANCE = {"rtol": 0.0, "atol": 1e-12}
 

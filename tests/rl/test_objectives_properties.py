@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.compute.logprobs import pad_sequences, token_logprobs
-from infra.compute.packing import grouped_logprobs
-from rl.config import Aggregation
+from infra.compute.scores import grouped_scores
 from rl.objectives.aggregation import count, token_weights
 from rl.objectives.choice import policy_loss
 from rl.objectives.clip import clip_bounds
-from rl.objectives.config import GSPO, PPO, CriticFree
+from rl.objectives.config import GSPO, PPO, Aggregation, CriticFree
 from rl.objectives.gspo import gspo
 from rl.objectives.ppo import ppo
 from rl.objectives.terms import PolicyTerms
@@ -233,8 +232,8 @@ def test_a_packed_model_pass_gives_the_loss_and_gradients_of_the_padded_one(monk
     results = []
     for logprobs in (
         token_logprobs(model, batch),
-        grouped_logprobs(model, prompts, completions, width).double(),
-        grouped_logprobs(model, prompts[::-1], completions[::-1], width).double().flip(0),
+        grouped_scores(model, prompts, completions, width).logprobs.double(),
+        grouped_scores(model, prompts[::-1], completions[::-1], width).logprobs.double().flip(0),
     ):
         terms = PolicyTerms(logprobs, old, mask, outcome[:, None].expand_as(old), weights)
         result = policy_loss(terms, GSPO(), clip_bounds(outcome, torch.ones(5), PLAIN))

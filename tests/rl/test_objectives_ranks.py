@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from rl.config import Aggregation
 from rl.objectives.aggregation import Normaliser, across_ranks, count, token_weights
-from rl.objectives.config import PPO, CriticFree
+from rl.objectives.config import PPO, Aggregation, CriticFree
 from tests.rl.objectives import AGGREGATIONS, OBJECTIVES, TOLERANCE, Batch, loss_of, random_batch
 
 ROWS, LENGTH, MAX_LENGTH = 8, 7, 11

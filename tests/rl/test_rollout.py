@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import pytest
+
 from data_contracts.records import Task
 from domain_rewards.runtime import DomainRuntime
 from infra.compute.policy import LoadedPolicy, build_policy
 from infra.inference.engine import SamplingParams, StopReason, TokenEvent
 from infra.inference.messages import Message, ToolCall
 from rl.rollout import EpisodeRequest, Rollout, RolloutSettings, play
-from rl.trajectory import EpisodeEnd
+from rl.trajectory import EpisodeEnd, staleness
 from tests import toy
 
 SETTINGS = RolloutSettings(max_tokens=200, max_turns=4, temperature=1.0)
@@ -157,3 +159,15 @@ def test_a_full_context_ends_the_episode_instead_of_the_run() -> None:
     first = turn(p, call('{"number":3}'))
     (rollout,) = run(ScriptedEngine([first, first], context=len(first) + 12), p, toy.runtime())
     assert rollout.trajectory.end is EpisodeEnd.LENGTH
+
+
+def test_ro_10_staleness_is_that_of_the_oldest_token() -> None:
+    """RO-10: token versions 3, 3, 7 at version 8 are 5 behind, 3.667 on the mean."""
+    stale = staleness([3, 3, 7], 8)
+    assert stale.largest == 5
+    assert stale.mean == pytest.approx(3.667, abs=1e-3)
+    assert staleness([8], 8).largest == 0
+    with pytest.raises(ValueError, match="do not lie at or before"):
+        staleness([9], 8)
+    with pytest.raises(ValueError, match="do not lie at or before"):
+        staleness([], 8)

@@ -21,7 +21,6 @@ from infra.compute.attention.segments import (
     segment_backward,
     segment_forward,
 )
-from infra.compute.logprobs import at_least_float32
 
 ATTENTION = "shared_prefix"
 """Name under which transformers knows this attention."""
@@ -276,17 +275,6 @@ def register() -> None:
 def supports(model: Any) -> bool:
     """Whether the model can be trained with this attention."""
     return bool(model.config.model_type == "gpt_oss")
-
-
-def packed_logprobs(model: Any, ids: Tensor, layout: Layout, temperature: float = 1.0) -> Tensor:
-    """Log-prob of every completion token ``[completion tokens]``, in row order.
-
-    Args:
-        ids: ``[total]``.
-    """
-    logits = packed_logits(model, ids, layout, layout.predictor)
-    scaled = torch.log_softmax(at_least_float32(logits) / temperature, -1)
-    return scaled.gather(1, ids[layout.target, None])[:, 0]
 
 
 def packed_logits(model: Any, ids: Tensor, layout: Layout, keep: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infra.inference.embedded.decoder import crc
+
 
 class TransformersDecoder:
     """Implements :class:`~infra.inference.embedded.decoder.Decoder` with ``past_key_values``.
@@ -19,15 +21,24 @@ class TransformersDecoder:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.size = 0
-        self.chunked = False
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._mask = torch.zeros(0, 0, dtype=torch.long)
+        self.sync()
 
     def sync(self) -> None:
-        """Nothing is copied from the model, so there is nothing to take over."""
-        if self.size:
-            raise RuntimeError("weights changed while sequences are open: release them first")
+        """Nothing is copied from the model; only the checksum is taken again."""
+        self._without_rows()
+        self._checksum = crc(self.model.parameters())
+
+    def sleep(self) -> None:
+        """Free the caches."""
+        self._without_rows()
+        self._keys, self._values, self._mask = [], [], torch.zeros(0, 0, dtype=torch.long)
+
+    def checksum(self) -> int:
+        """CRC-32 of the model's parameters as they were at the last sync."""
+        return self._checksum
 
     @torch.no_grad()
     def add(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> Tensor:
@@ -61,20 +72,6 @@ class TransformersDecoder:
         self._mask = mask
         return logits
 
-    def feed_chunk(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
-        """Token by token: left-padded rows of different lengths cannot take a chunk each in one forward."""
-        logits: list[Tensor] = [torch.empty(0)] * len(rows)
-        for step in range(max(map(len, chunks))):
-            tokens, active = torch.zeros(self.size, dtype=torch.long), torch.zeros(self.size, dtype=torch.bool)
-            for row, chunk in zip(rows, chunks, strict=True):
-                if step < len(chunk):
-                    tokens[row], active[row] = chunk[step], True
-            out = self.feed(tokens, active)
-            for index, (row, chunk) in enumerate(zip(rows, chunks, strict=True)):
-                if step == len(chunk) - 1:
-                    logits[index] = out[row]
-        return torch.stack(logits)
-
     def remove(self, row: int) -> None:
         """Drop a row; the last row takes its number. Columns that nobody uses any more are dropped too."""
         keep = torch.arange(self.size)
@@ -86,6 +83,10 @@ class TransformersDecoder:
         self._mask = self._mask[:, first:]
         self._keys = [k[keep, :, first:] for k in self._keys]
         self._values = [v[keep, :, first:] for v in self._values]
+
+    def _without_rows(self) -> None:
+        if self.size:
+            raise RuntimeError("weights changed while sequences are open: release them first")
 
     def _run(
         self, tokens: Tensor, mask: Tensor, keys: list[Tensor], values: list[Tensor]
