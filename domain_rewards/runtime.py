@@ -38,7 +38,7 @@ class DomainRuntime:
             await environment.setup()
         except ToolFailure:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ToolFailure(
                 f"the environment could not be set up: {type(error).__name__}: {error}",
                 where=f"task {task.task_id}, {self.environment.__name__}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -77,13 +78,13 @@ def run(
             summary = run_domain(_settings(), request)
         except Interrupted as stop:
             message = f"run {stop.run_id} stopped; nothing is lost"
-            error = SenmonError(message, where=f"run {stop.run_id}", fix=f"senmon run {domain} --resume")
+            error = SenmonError(message, where=f"run {stop.run_id}", fix=f"senmon run {shlex.quote(domain)} --resume")
             typer.echo(f"{error}", err=True)
             if as_json:
                 value = {"what": error.what, "where": error.where, "fix": error.fix}
                 emit({"error": value, "exit_code": EXIT_INTERRUPTED})
             raise typer.Exit(EXIT_INTERRUPTED) from None
-        result(as_json, summary, lambda console: table(console, ("", ""), list(summary.items())))
+        result(as_json, summary, lambda console: table(console, ("figure", "value"), list(summary.items())))
 
 
 @app.command()
@@ -119,12 +120,12 @@ def _served_names(settings: Settings, references: list[str]) -> list[str]:
 
     registered = list(Registry(settings).domains())
     names = [domain_name(reference) for reference in references]
-    for name in names:
+    for reference, name in zip(references, names, strict=True):
         if name not in registered:
             raise UsageError(
                 f"{name} has no registered version{did_you_mean(name, registered)}",
                 where="DOMAIN",
-                fix=f"senmon run {name} --promote; registered: {', '.join(registered) or 'none'}",
+                fix=f"senmon run {shlex.quote(reference)} --promote; registered: {', '.join(registered) or 'none'}",
             )
     return names
 
@@ -160,7 +161,7 @@ def doctor(as_json: JsonOption = False) -> None:
         result(
             as_json,
             {"healthy": healthy, "checks": [check.payload() for check in checks]},
-            lambda console: table(console, ("", "what", "found", "fix"), rows),
+            lambda console: table(console, ("state", "what", "found", "fix"), rows),
         )
         if not healthy:
             raise typer.Exit(1)
@@ -213,12 +214,9 @@ def rollback(
 def history(domain: DomainArgument, as_json: JsonOption = False) -> None:
     """Show the domain's ledger: which version moved where, when, by whom and why."""
     with command(as_json):
-        from infra.catalog import Catalog
-        from pipelines.spec import domain_name
+        from pipelines.overview import domain_history
 
-        name = domain_name(domain)
-        with Catalog.open(_settings().catalog) as catalog:
-            ledger = catalog.promotions(name)
+        name, ledger = domain_history(_settings(), domain)
         rows = [
             (f"{e.created_at:%Y-%m-%d %H:%M:%S}", e.version, f"{e.from_stage} → {e.to_stage}", e.who, e.why)
             for e in ledger

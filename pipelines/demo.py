@@ -17,7 +17,7 @@ from infra.catalog import Catalog
 from infra.errors import EXIT_FAILED_CHECK, CheckFailed, SenmonError
 from infra.inference.messages import Message, ToolCall
 from infra.settings import Settings
-from pipelines.output import set_up_logging, table
+from pipelines.output import console, set_up_logging, table
 from pipelines.runner import Interrupted, RunRequest, run_domain
 from pipelines.spec import Domain, load_domain
 from pipelines.stages import make_runtime
@@ -113,7 +113,7 @@ def held_out_case(settings: Settings, domain: Domain, run_id: str) -> tuple[Task
     with Catalog.open(settings.catalog) as catalog:
         row = catalog.stage_result(run_id, "snapshot")
         if row is None:
-            raise CheckFailed("the run has no snapshot", where=f"run {run_id}", fix=f"senmon run {domain.name}")
+            raise CheckFailed("the run has no snapshot", where=f"run {run_id}", fix=f"senmon run {domain.argument}")
         snapshot = catalog.get(Snapshot, row.output["snapshot"])
     task = load_tasks(Path(row.output["folder"]), snapshot, "test")[0]
     return task, make_runtime(settings, domain)
@@ -182,19 +182,18 @@ def show(console: Console, task: Task, conversation: Conversation) -> None:
 def main() -> int:
     """Run the demo; the exit code of the first thing that fails, else 0."""
     from openai import OpenAI
-    from rich.console import Console
 
     set_up_logging()
-    console = Console()
-    settings, domain = Settings(), load_domain(DOMAIN)
+    screen = console()
     try:
+        settings, domain = Settings(), load_domain(DOMAIN)
         summary = run_domain(settings, RunRequest(DOMAIN, promote=True))
-        table(console, ("", ""), list(summary.items()))
+        table(screen, ("figure", "value"), list(summary.items()))
         task, runtime = held_out_case(settings, domain, summary["run_id"])
         with gateway(DOMAIN) as url:
             client = OpenAI(base_url=url, api_key="unused", max_retries=0, timeout=60)
             conversation = asyncio.run(work_through(client, DOMAIN, task, runtime))
-        show(console, task, conversation)
+        show(screen, task, conversation)
     except Interrupted as stop:
         print(
             f"interrupted; continue with: senmon run {DOMAIN} --promote --resume  (run {stop.run_id})", file=sys.stderr

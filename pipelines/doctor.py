@@ -9,6 +9,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 from infra.errors import SenmonError
@@ -98,13 +99,23 @@ def _attempt(name: str, target: str, probe: Callable[[], str]) -> Check:
 def _catalog(settings: Settings) -> str:
     from infra.catalog import Catalog
 
-    with Catalog.open(settings.catalog) as catalog:
+    catalog = Catalog.open_existing(settings.catalog)
+    if catalog is None:
+        return f"none yet; the first run makes {_without_password(settings.catalog)}"
+    with catalog:
         return f"{len(catalog.runs())} runs in {_without_password(settings.catalog)}"
 
 
 def _mlflow(settings: Settings) -> str:
+    from sqlalchemy import make_url
+
+    from infra.mlflow_client import served
     from infra.registry import Registry
 
+    if not served(settings):
+        url = make_url(settings.tracking)
+        if url.drivername == "sqlite" and not Path(str(url.database)).exists():
+            return f"none yet; the first run makes {_without_password(settings.tracking)}"
     return f"{len(Registry(settings).domains())} registered domains in {_without_password(settings.tracking)}"
 
 

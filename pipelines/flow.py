@@ -43,9 +43,11 @@ def build_flow(context: RunContext, stages: Sequence[Stage]) -> Flow[[str, str],
     )
     def pipeline(domain: str, run_id: str) -> dict[str, Output]:
         results = earlier_results(context, stages[0])
-        for stage in stages:
-            run_task = task(name=stage.name, cache_policy=NO_CACHE, persist_result=False, retries=0)(run_stage)
-            results[stage.name] = run_task(context, stage, results)
+        # Again: Prefect has put its own SIGTERM handler in place since.
+        with context.interruption.armed():
+            for stage in stages:
+                run_task = task(name=stage.name, cache_policy=NO_CACHE, persist_result=False, retries=0)(run_stage)
+                results[stage.name] = run_task(context, stage, results)
         return results
 
     return pipeline
@@ -56,7 +58,9 @@ def run_stage(context: RunContext, stage: Stage, results: dict[str, Output]) -> 
 
     Raises:
         StageFailed: carries the stage's name and the cause.
+        KeyboardInterrupt: the run was asked to stop, before the stage or during it; its result is not recorded.
     """
+    context.interruption.check()
     inputs_hash = stage.inputs_hash(context.domain, results)
     row = context.catalog.stage_result(context.run.run_id, stage.name)
     if row is not None and row.inputs_hash == inputs_hash:
@@ -67,8 +71,10 @@ def run_stage(context: RunContext, stage: Stage, results: dict[str, Output]) -> 
         began = time.monotonic()
         try:
             output = stage.execute(context, results)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a domain's code that exits has failed, too
             raise StageFailed(stage.name, error) from error
+        # A dropped interrupt may have left anything half done, so what was made is not trusted.
+        context.interruption.check()
         seconds = time.monotonic() - began
         output = context.catalog.save_stage(context.run.run_id, stage.name, inputs_hash, output, seconds).output
         logger.info("%-9s done in %.1f s", stage.name, seconds)
@@ -91,7 +97,7 @@ def earlier_results(context: RunContext, first: Stage) -> dict[str, Output]:
             raise UsageError(
                 f"stage {first.name} needs stage {stage.name}, which {problem} in this run",
                 where=f"run {context.run.run_id}",
-                fix=f"senmon run {context.domain.name} --resume --stages {stage.name}..{first.name}",
+                fix=f"senmon run {context.domain.argument} --resume --stages {stage.name}..{first.name}",
             )
         results[stage.name] = row.output
     return results

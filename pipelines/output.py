@@ -10,17 +10,22 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from infra.errors import EXIT_FAILED_CHECK, SenmonError
 from infra.telemetry import logger
+from pipelines.disk import disk_full
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 EXIT_INTERRUPTED = 130
+PIPE_WIDTH = 10_000
+LOGGERS = (logger.name, "serving")
+"""What people shall see: the progress of a run, and what the gateway has to say."""
 
 
 class _StderrHandler(logging.Handler):
@@ -32,11 +37,13 @@ class _StderrHandler(logging.Handler):
 
 def set_up_logging() -> None:
     """Senmon's own progress on stderr; other libraries only when something is wrong."""
-    if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
-        handler = _StderrHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
-        logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    for name in LOGGERS:
+        ours = logging.getLogger(name)
+        if not any(isinstance(handler, _StderrHandler) for handler in ours.handlers):
+            handler = _StderrHandler()
+            handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
+            ours.addHandler(handler)
+        ours.setLevel(logging.INFO)
     logger.propagate = False
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
@@ -51,10 +58,7 @@ def command(as_json: bool) -> Iterator[None]:
     try:
         yield
     except SenmonError as error:
-        print(f"error: {error}", file=sys.stderr)
-        if as_json:
-            emit({"error": {"what": error.what, "where": error.where, "fix": error.fix}, "exit_code": error.exit_code})
-        raise typer.Exit(error.exit_code) from None
+        raise _told(error, as_json) from None
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         if as_json:
@@ -65,6 +69,9 @@ def command(as_json: bool) -> Iterator[None]:
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
+        full = disk_full(error, Path(os.environ.get("SENMON_HOME", ".senmon")).absolute(), "repeat the command")
+        if full is not None:
+            raise _told(full, as_json) from None
         traceback.print_exc()
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         print(f"error: unexpected: {what}", file=sys.stderr)
@@ -72,6 +79,13 @@ def command(as_json: bool) -> Iterator[None]:
             fix = "see the traceback on stderr; nothing that was finished is lost"
             emit({"error": {"what": what, "where": "unexpected error", "fix": fix}, "exit_code": EXIT_FAILED_CHECK})
         raise typer.Exit(EXIT_FAILED_CHECK) from None
+
+
+def _told(error: SenmonError, as_json: bool) -> typer.Exit:
+    print(f"error: {error}", file=sys.stderr)
+    if as_json:
+        emit({"error": {"what": error.what, "where": error.where, "fix": error.fix}, "exit_code": error.exit_code})
+    return typer.Exit(error.exit_code)
 
 
 def emit(value: Mapping[str, Any]) -> None:
@@ -84,9 +98,14 @@ def result(as_json: bool, value: Mapping[str, Any], show: Callable[[Console], No
     if as_json:
         emit(value)
         return
+    show(console())
+
+
+def console() -> Console:
+    """A console on stdout; into a pipe or a file it breaks no line, for whoever reads it there has no width."""
     from rich.console import Console
 
-    show(Console())
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -28,18 +28,10 @@ def configure(root: Path) -> bool:
         root: the home folder; Prefect's own home goes below it.
 
     Returns:
-        Whether ``PREFECT_API_URL`` names a server; otherwise one is started for the run and ends with it.
+        Whether ``PREFECT_API_URL`` names a server; otherwise one is to be started for the run (:func:`embedded`).
     """
-    defaults = {
-        "DO_NOT_TRACK": "1",
-        "PREFECT_HOME": str(root / "prefect"),
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",
-        # The console shows our own progress; Prefect's log goes to its server.
-        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
-        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
-    }
     served = bool(os.environ.get("PREFECT_API_URL"))
+    defaults = _defaults(root)
     if not served:
         # An embedded server ends with the run, and log lines that come after it would only raise complaints.
         defaults["PREFECT_LOGGING_TO_API_ENABLED"] = "false"
@@ -48,19 +40,39 @@ def configure(root: Path) -> bool:
     return served
 
 
+def _defaults(root: Path) -> dict[str, str]:
+    return {
+        "DO_NOT_TRACK": "1",
+        "PREFECT_HOME": str(root / "prefect"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",
+        # The console shows our own progress; Prefect's log goes to its server.
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+    }
+
+
 @contextlib.contextmanager
-def server(root: Path) -> Iterator[None]:
-    """A Prefect server for one run, unless ``PREFECT_API_URL`` names one.
+def embedded(root: Path) -> Iterator[None]:
+    """A server of this process's own; ``PREFECT_API_URL`` names it inside the block. Errors as of :func:`server`."""
+    with server(root) as url:
+        os.environ["PREFECT_API_URL"] = url
+        try:
+            yield
+        finally:
+            del os.environ["PREFECT_API_URL"]
+
+
+@contextlib.contextmanager
+def server(root: Path) -> Iterator[str]:
+    """Start a Prefect server on a free loopback port and yield the URL of its API.
 
     It has a session of its own, so that Ctrl-C in a terminal stops the run and not the server which the run still
-    has to tell; it ends with the run, and with a killed one too.
+    has to tell; it ends with the block, and with a killed process too.
 
     Raises:
         CheckFailed: the server does not come up.
     """
-    if configure(root):
-        yield
-        return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -80,14 +92,18 @@ def server(root: Path) -> Iterator[None]:
     ]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_end_with_parent
+            command,
+            env={**_defaults(root), **os.environ},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
-    os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
+    url = f"http://127.0.0.1:{port}/api"
     try:
-        _wait_until_up(process, os.environ["PREFECT_API_URL"], log)
-        yield
+        _wait_until_up(process, url, log)
+        yield url
     finally:
-        del os.environ["PREFECT_API_URL"]
         process.terminate()
         try:
             process.wait(5)

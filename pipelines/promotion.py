@@ -35,11 +35,15 @@ def move(
     """Put a version into a stage and write the ledger; a repeated ``key`` moves nothing and returns the first entry.
 
     The registry moves first: after a crash between the two, repeating the call completes the ledger.
+
+    Raises:
+        CheckFailed: the version's files are gone or were altered (nothing moved), or a store is away.
     """
     ledger = catalog.promotions(domain)
     known = next((entry for entry in ledger if entry.key == key), None)
     if known is not None:
         return known
+    registry.download(registry.get(domain, version))
     registry.set_stage(domain, version, to)
     return catalog.append_promotion(
         Promotion(
@@ -73,7 +77,8 @@ def promote(settings: Settings, registry: Registry, catalog: Catalog, domain: st
         ref: ``staging`` or a version number.
 
     Raises:
-        CheckFailed: the gate said no (nothing moved), there is no such version, or its run is unknown.
+        CheckFailed: the gate said no (nothing moved), there is no such version, its run is unknown, or its files are
+            gone or altered.
     """
     with exclusive(settings, f"promotion-{domain}", wait_s=LOCK_SECONDS):
         version = registry.resolve(domain, ref)
@@ -113,7 +118,6 @@ def rollback(settings: Settings, registry: Registry, catalog: Catalog, domain: s
                 where=f"ledger of {domain}",
                 fix=f"promote another version: senmon promote {domain} --to production --version N",
             )
-        registry.download(registry.get(domain, target))
         return move(
             registry,
             catalog,

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import signal
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from infra.catalog import Catalog, RunRow
+from infra.catalog import Catalog, RunRow, RunStatus
 from infra.errors import CheckFailed, SenmonError, UsageError
 from infra.locks import HeldLock, domain_lock
 from infra.settings import Settings
 from infra.telemetry import logger
 from pipelines import prefect_env
+from pipelines.disk import disk_full
 from pipelines.gates import GateRejected
+from pipelines.interruption import Interruption
 from pipelines.spec import Domain, changes, load_domain
 from pipelines.stages import Output, RunContext, Stage, make_runtime, run_folder, select_stages
 
@@ -59,7 +58,14 @@ def run_domain(settings: Settings, request: RunRequest) -> dict[str, Any]:
         UsageError: bad input; nothing was started.
         CheckFailed: the contract, a gate or a guard said no, or the domain is busy.
         Interrupted: the user stopped it.
+        KeyboardInterrupt: the user stopped it before there was a run.
     """
+    interruption = Interruption()
+    with interruption.armed():
+        return _run_domain(settings, request, interruption)
+
+
+def _run_domain(settings: Settings, request: RunRequest, interruption: Interruption) -> dict[str, Any]:
     domain = load_domain(request.domain, request.settings_of_spec)
     select_stages(request.stages, request.promote)
     preflight(settings, domain)
@@ -70,7 +76,7 @@ def run_domain(settings: Settings, request: RunRequest) -> dict[str, Any]:
         stages = select_stages(request.stages or run.params["stages"], promote)
         if request.stages is None and all(catalog.stage_result(run.run_id, stage.name) for stage in stages):
             stages = select_stages(None, promote)  # what was asked of the run is done: resuming it goes on to the end
-        return _Run(settings, catalog, domain, run, stages, lock).execute()
+        return _Run(settings, catalog, domain, run, stages, lock, interruption).execute()
 
 
 def preflight(settings: Settings, domain: Domain) -> None:
@@ -98,7 +104,7 @@ def _start(catalog: Catalog, domain: Domain, request: RunRequest) -> tuple[Domai
         raise UsageError(
             f"a new run begins with stage validate, not {stages[0].name}",
             where=f"--stages {request.stages}",
-            fix=f"continue a run: senmon run {request.domain} --resume --stages {request.stages}",
+            fix=f"continue a run: senmon run {domain.argument} --resume --stages {request.stages}",
         )
     unfinished = catalog.latest_unfinished(domain.name)
     if unfinished is not None:
@@ -124,7 +130,7 @@ def _resume(catalog: Catalog, domain: Domain, request: RunRequest) -> tuple[Doma
         raise UsageError(
             f"{domain.name} has no unfinished run to resume",
             where=f"catalog, domain {domain.name}",
-            fix=f"start one: senmon run {request.domain}",
+            fix=f"start one: senmon run {domain.argument}",
         )
     if not request.settings_of_spec:
         domain = load_domain(request.domain, tuple(run.params["overrides"]))
@@ -133,7 +139,7 @@ def _resume(catalog: Catalog, domain: Domain, request: RunRequest) -> tuple[Doma
         raise UsageError(
             f"{domain.name} changed since run {run.run_id} began: {', '.join(keys[:10])}",
             where=str(domain.folder),
-            fix=f"undo the change to resume, or start a new run: senmon run {request.domain}",
+            fix=f"undo the change to resume, or start a new run: senmon run {domain.argument}",
         )
     logger.info("resuming run %s", run.run_id)
     return domain, catalog.reopen_run(run.run_id)
@@ -147,18 +153,19 @@ class _Run:
     run: RunRow
     stages: Sequence[Stage]
     lock: HeldLock
+    interruption: Interruption
 
     def execute(self) -> dict[str, Any]:
         """Run the stages and record how it ended."""
         began = time.monotonic()
         before = sum(row.seconds or 0.0 for row in self.catalog.stages(self.run.run_id))
         try:
-            with _terminable():
-                results = self._stages()
+            results = self._stages()
         except KeyboardInterrupt:
-            self.catalog.finish_run(self.run.run_id, "interrupted", {})
-            raise Interrupted(self.domain.name, self.run.run_id) from None
+            raise self._interrupted() from None
         except Exception as error:
+            if self.interruption.requested:  # somebody caught the interrupt and raised this instead
+                raise self._interrupted() from error
             raise self._failed(error) from error
         seconds = before + time.monotonic() - began
         made = summarise(self.domain.name, self.run.run_id, results, seconds)
@@ -169,7 +176,9 @@ class _Run:
     def _stages(self) -> dict[str, Output]:
         served = prefect_env.configure(self.settings.root)
         logger.info("run %s of %s%s", self.run.run_id, self.domain.name, "" if served else ", starting Prefect")
-        with prefect_env.server(self.settings.root):
+        if served:
+            return self._flow()
+        with prefect_env.embedded(self.settings.root):
             return self._flow()
 
     def _flow(self) -> dict[str, Output]:
@@ -187,29 +196,57 @@ class _Run:
         with tracker.run(self.domain.name, name, self.domain.spec.payload(), tags, run_id=mlflow_id) as tracked:
             self.catalog.save_stage(name, TRACKING, "", {"run_id": tracked.run_id})
             registry = Registry(self.settings)
-            context = RunContext(self.settings, self.catalog, self.domain, self.run, tracked, registry)
+            context = RunContext(
+                self.settings, self.catalog, self.domain, self.run, tracked, registry, self.interruption
+            )
             context.folder.mkdir(parents=True, exist_ok=True)
             self.lock.check()
             return build_flow(context, self.stages)(self.domain.name, name)
+
+    def _interrupted(self) -> Interrupted:
+        self._record("interrupted", {})
+        return Interrupted(self.domain.name, self.run.run_id)
 
     def _failed(self, error: Exception) -> SenmonError:
         """Record the failure; what is not one of ours leaves its traceback in the run's folder."""
         from pipelines.flow import explain, root_cause
 
         stage, cause = root_cause(error)
-        rejected = isinstance(cause, GateRejected)
-        summary = {"domain": self.domain.name, "run_id": self.run.run_id, "stage": stage, "error": explain(cause)}
-        self.catalog.finish_run(self.run.run_id, "rejected" if rejected else "failed", summary)
+        resume = f"senmon run {self.domain.argument} --resume"
+        shown = disk_full(cause, run_folder(self.settings, self.run), resume)
+        summary = {
+            "domain": self.domain.name,
+            "run_id": self.run.run_id,
+            "stage": stage,
+            "error": explain(shown or cause),
+        }
+        self._record("rejected" if isinstance(cause, GateRejected) else "failed", summary)
+        if shown is not None:
+            return shown
         if isinstance(cause, SenmonError):
             return cause
-        log = run_folder(self.settings, self.run) / "error.txt"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_text("".join(traceback.format_exception(error)))
+        log = self._traceback(error)
         return CheckFailed(
             f"{type(cause).__name__}: {cause}" + (f" in stage {stage}" if stage else ""),
             where=f"run {self.run.run_id}, full traceback in {log}",
-            fix=f"once the cause is gone: senmon run {self.domain.name} --resume",
+            fix=f"once the cause is gone: {resume}",
         )
+
+    def _record(self, status: RunStatus, summary: dict[str, Any]) -> None:
+        """How the run ended, never hiding why: left unrecorded it stays ``running``, which can be resumed as well."""
+        try:
+            self.catalog.finish_run(self.run.run_id, status, summary)
+        except SenmonError as problem:
+            logger.warning("that run %s is %s could not be recorded: %s", self.run.run_id, status, problem.what)
+
+    def _traceback(self, error: Exception) -> Path:
+        log = run_folder(self.settings, self.run) / "error.txt"
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text("".join(traceback.format_exception(error)))
+        except OSError as problem:
+            logger.warning("the traceback could not be kept: %s", problem)
+        return log
 
 
 def summarise(domain: str, run_id: str, results: Mapping[str, Output], seconds: float) -> dict[str, Any]:
@@ -229,17 +266,3 @@ def summarise(domain: str, run_id: str, results: Mapping[str, Output], seconds: 
         "registry.stage": last.get("stage"),
         "seconds": round(seconds, 1),
     }
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM stops a run as Ctrl-C does: nothing is lost, and it can be resumed."""
-
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

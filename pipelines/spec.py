@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, StringConstraints, ValidationError, field_validator
+from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from data_contracts.config import DataConfig
 from infra.compute.config import ModelConfig
@@ -22,6 +23,12 @@ from rl.config import EvalConfig, RLConfig
 from sft.config import SFTConfig
 
 SPEC_FILE = "domain.yaml"
+TINY_RL: Mapping[str, Any] = {
+    "clip": {"low": 0.03, "high": 0.04},
+    "guards": {"kl": {"warn": 0.5, "stop": 2.0, "jump": 20.0}, "drift": {"warn": 1e-4, "stop": 1e-2}},
+}
+"""Defaults of ``rl`` for the preset ``tiny-moe``: so small a policy moves further per update than a large one, and its
+engine computes in float32. A bound of 3e-4 would clip everything it learns."""
 BUNDLED = Path(__file__).parent / "domains"
 
 Reference = Annotated[str, StringConstraints(min_length=1)]
@@ -75,23 +82,48 @@ class DomainSpec(Config):
             )
         return name
 
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_preset(cls, values: Any) -> Any:
+        model = values.get("model") if isinstance(values, Mapping) else None
+        if isinstance(model, Mapping) and model.get("preset") == "tiny-moe":
+            return {**values, "rl": _under(values.get("rl") or {}, TINY_RL)}
+        return values
+
     def payload(self) -> dict[str, Any]:
         """The spec as plain JSON values."""
         return self.model_dump(mode="json", by_alias=True)
 
 
+def _under(values: Any, defaults: Mapping[str, Any]) -> Any:
+    """``values``, with ``defaults`` where they say nothing."""
+    if not isinstance(values, Mapping):
+        return values
+    filled = {
+        name: _under(values.get(name, {}), default) if isinstance(default, Mapping) else values.get(name, default)
+        for name, default in defaults.items()
+    }
+    return {**values, **filled}
+
+
 @dataclass(frozen=True)
 class Domain:
-    """A domain's folder and its validated configuration."""
+    """A domain's folder and its validated configuration; ``reference`` is what the user called it by."""
 
     folder: Path
     spec: DomainSpec
+    reference: str
     overrides: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """The domain's name."""
         return self.spec.name
+
+    @property
+    def argument(self) -> str:
+        """The domain as an argument of a command that the user can copy."""
+        return shlex.quote(self.reference)
 
     @property
     def contract(self) -> Path:
@@ -171,7 +203,7 @@ def load_domain(reference: str, overrides: Sequence[str] = ()) -> Domain:
         spec = DomainSpec.model_validate(file.values)
     except ValidationError as error:
         raise file.explain(error, DomainSpec) from None
-    domain = Domain(folder, spec, tuple(overrides))
+    domain = Domain(folder, spec, reference, tuple(overrides))
     _check_files(domain, file)
     return domain
 

@@ -10,7 +10,7 @@ import getpass
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from infra.hashing import content_hash
 from infra.seeds import derive_seed
 from infra.settings import Settings
 from pipelines.gates import judge_gate
+from pipelines.interruption import Interruption
 from pipelines.promotion import Target, move, production_metrics
 from pipelines.spec import SPEC_FILE, Domain
 
@@ -48,6 +49,7 @@ class RunContext:
     run: RunRow
     tracked: TrackedRun
     registry: Registry
+    interruption: Interruption = field(default_factory=Interruption)
 
     @property
     def folder(self) -> Path:
@@ -57,6 +59,11 @@ class RunContext:
     def seed(self, purpose: str) -> int:
         """The seed of one stage, derived from the run's seed."""
         return derive_seed(self.domain.spec.seed, purpose)
+
+    def metrics(self, values: Mapping[str, float | None], step: int) -> None:
+        """Logs a training step's figures; ``KeyboardInterrupt`` if the run was asked to stop."""
+        self.interruption.check()
+        self.tracked.metrics(values, step)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -117,7 +124,7 @@ class RunContext:
             raise CheckFailed(
                 f"the policy of stage {stage} is gone or was changed",
                 where=str(folder),
-                fix=f"start a new run: senmon run {self.domain.name}",
+                fix=f"start a new run: senmon run {self.domain.argument}",
             )
         return folder
 
@@ -212,7 +219,7 @@ def snapshot_stage(context: RunContext, results: Results) -> Output:
         raise CheckFailed(
             "the data changed after it was validated",
             where=f"run {context.run.run_id}",
-            fix=f"start a new run, which validates what is there now: senmon run {context.domain.name}",
+            fix=f"start a new run, which validates what is there now: senmon run {context.domain.argument}",
         )
     report = context.catalog.get(ValidationReport, results["validate"]["report"])
     folder = context.folder / "snapshot"
@@ -257,7 +264,7 @@ def sft_stage(context: RunContext, results: Results) -> Output:
         context.runtime,
         out,
         context.seed("sft"),
-        context.tracked.metrics,
+        context.metrics,
     )
     return {"content": policy_hash(result.policy), "policy": str(result.policy), "metrics": result.metrics}
 
@@ -286,7 +293,7 @@ def rl_stage(context: RunContext, results: Results) -> Output:
         context.runtime,
         out,
         context.seed("rl"),
-        context.tracked.metrics,
+        context.metrics,
     )
     return {"content": policy_hash(result.policy), "policy": str(result.policy), "metrics": result.metrics}
 

@@ -110,6 +110,7 @@ class ModelPool:
         self._clock = clock
         self._table = _Table()
         self._loading = asyncio.Lock()
+        self._listed = domains is not None
         self._first_look = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
         self._closers: set[asyncio.Task[None]] = set()
@@ -158,9 +159,7 @@ class ModelPool:
             ApiError: 404 when there is none, 503 while it loads or cannot be loaded.
         """
         if ref.domain not in self._followed:
-            if not self._first_look.is_set():
-                raise _loading(ref)
-            raise _unknown(ref)
+            raise _unknown(ref) if self._listed else _loading(ref)
         version = await self._extra_version(ref) if ref.target else self._table.serving.get(ref.domain)
         if version is None:
             raise self._absent(ref)
@@ -173,6 +172,7 @@ class ModelPool:
         """Look at the source once, and load, swap and retire accordingly."""
         if self._fixed is None:
             self._followed = tuple(await asyncio.to_thread(self._source.domains))
+            self._listed = True  # before the models are loaded, which may take minutes
             for gone in self._table.serving.keys() - set(self._followed):
                 del self._table.serving[gone]
         for domain in self._followed:
@@ -195,9 +195,11 @@ class ModelPool:
             self._close(model)
 
     def _absent(self, ref: ModelRef) -> ApiError:
+        if ref.target:
+            return _unknown(ref)  # the source itself was asked
         if not self._first_look.is_set():
             return _loading(ref)
-        if not ref.target and any(domain == ref.domain for domain, _ in self._table.problems):
+        if any(domain == ref.domain for domain, _ in self._table.problems):
             return _broken(ref)
         return _unknown(ref)
 
@@ -219,8 +221,10 @@ class ModelPool:
 
     def _swap(self, domain: str, version: int) -> None:
         before = self._table.serving.get(domain)
-        if before != version:
-            logger.info("domain %s: version %s serves now, before: %s", domain, version, before)
+        if before is None:
+            logger.info("model %s: version %d is ready", domain, version)
+        elif before != version:
+            logger.info("model %s: switched from version %d to version %d", domain, before, version)
         self._table.serving[domain] = version
 
     async def _extra_version(self, ref: ModelRef) -> int | None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from functools import partial
 from numbers import Real
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 from domain_rewards.environments.threads import in_thread
 from domain_rewards.episode import Episode
@@ -15,6 +20,13 @@ from infra.records import Record
 
 MAX_EVIDENCE = 500
 """Most characters kept of what a verifier raised."""
+RETRY_SECONDS = 0.1
+"""A verifier that caught the end of its time is told again after so long."""
+R = TypeVar("R")
+
+
+class TimeUp(BaseException):
+    """A verifier's time is over; not an ``Exception``, so that a verifier which retries on errors lets it through."""
 
 
 class Verdict(Record):
@@ -30,25 +42,70 @@ class Verdict(Record):
 async def judge(episode: Episode, verifiers: Sequence[Verifier], timeout_s: float = 30.0) -> Verdict:
     """Weighted mean of the verifiers' scores; None as soon as one of them has none.
 
-    A crash, a timeout, None, or a value that is not a number in [0, 1] leaves that verifier without a score and is
-    told in ``evidence``. An episode that was cut is judged like any other: it has no answer. Async and isolated
-    verifiers run concurrently, each for at most ``timeout_s`` seconds; plain ones run inline, without a limit.
+    A crash (``sys.exit`` included), a timeout, None, or a value that is not a number in [0, 1] leaves that verifier
+    without a score and is told in ``evidence``. An episode that was cut is judged like any other: it has no answer.
+
+    Each verifier has ``timeout_s`` seconds. Async and isolated ones run concurrently. Plain ones run inline, one after
+    the other (:func:`within`); off the main thread, where a signal cannot end them, they are isolated too.
     """
-    parts: dict[str, float | None] = {}
+    parts: dict[str, float | None] = {each.name: None for each in verifiers}
     evidence: dict[str, str] = {}
     waiting = []
+    inline = _on_main_thread()
     for each in verifiers:
-        parts[each.name] = None
-        if each.is_async or each.isolate:
+        if each.is_async or each.isolate or not inline:
             waiting.append(each)
             continue
         try:
-            _settle(each.name, each.function(episode), parts, evidence)
-        except Exception as error:
-            evidence[each.name] = _reason(error)
+            _settle(each.name, within(timeout_s, partial(each.function, episode)), parts, evidence)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            evidence[each.name] = _late(timeout_s) if isinstance(error, TimeUp) else _reason(error)
     if waiting:
         await asyncio.gather(*(_wait_for(each, episode, timeout_s, parts, evidence) for each in waiting))
     return Verdict(reward=_weighted_mean(verifiers, parts), parts=parts, evidence=evidence)
+
+
+def within(seconds: float, call: Callable[[], R]) -> R:
+    """The result of ``call``, which is ended after ``seconds``; main thread only, some 10 µs.
+
+    A thread would not do: a regular expression that backtracks without end holds the interpreter, so that nobody could
+    wait for the thread, nor hear Ctrl-C. A timer's signal ends it, as it ends Python loops, sleeps, reads from a
+    socket and large powers; C code that does not look at signals (a SQL query) ends late, when it returns.
+
+    Raises:
+        TimeUp: the time was over.
+    """
+    here = sys._getframe()
+    tracer = sys.gettrace()
+    running = True
+
+    def trace(_frame: FrameType, event: str, _argument: Any) -> Callable[..., Any]:
+        if running and event == "line":
+            raise TimeUp
+        return trace
+
+    def interrupt(_signal: int, frame: FrameType | None) -> None:
+        if not running:
+            return
+        # The next line that runs raises as well: a bare `except:` that caught the first one would go on for ever.
+        while frame is not None and frame is not here:
+            frame.f_trace = trace
+            frame = frame.f_back
+        sys.settrace(trace)
+        raise TimeUp
+
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds, RETRY_SECONDS)
+    try:
+        return call()
+    finally:
+        running = False
+        if sys.gettrace() is not tracer:
+            sys.settrace(tracer)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def unjudged(verifiers: Sequence[Verifier], reason: str) -> Verdict:
@@ -63,11 +120,49 @@ async def _wait_for(
 ) -> None:
     try:
         async with asyncio.timeout(timeout_s) as deadline:
-            score: Any = each.function(episode) if each.is_async else in_thread(lambda: each.function(episode))
+            score: Any = (
+                _Stepwise(each.function(episode), timeout_s)
+                if each.is_async
+                else in_thread(partial(each.function, episode))
+            )
             _settle(each.name, await score, parts, evidence)
-    except Exception as error:
-        timed_out = isinstance(error, TimeoutError) and deadline.expired()
-        evidence[each.name] = f"no score within {timeout_s:g} s" if timed_out else _reason(error)
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # the judge is cancelled; otherwise the verifier gave up by itself
+        timed_out = isinstance(error, TimeUp) or (isinstance(error, TimeoutError) and deadline.expired())
+        evidence[each.name] = _late(timeout_s) if timed_out else _reason(error)
+
+
+class _Stepwise:
+    """Awaits a coroutine, each stretch between two awaits by :func:`within`: a loop there would stop the event loop."""
+
+    def __init__(self, coroutine: Any, seconds: float) -> None:
+        self._coroutine: Coroutine[Any, Any, Any] = coroutine
+        self._seconds = seconds
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        step: Callable[[], Any] = partial(self._coroutine.send, None)
+        while True:
+            try:
+                awaited = self._run(step)
+            except StopIteration as done:
+                return done.value
+            try:
+                yield awaited
+            except BaseException as error:
+                step = partial(self._coroutine.throw, error)
+            else:
+                step = partial(self._coroutine.send, None)
+
+    def _run(self, step: Callable[[], R]) -> R:
+        return within(self._seconds, step) if _on_main_thread() else step()
+
+
+def _on_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _settle(name: str, score: Any, parts: dict[str, float | None], evidence: dict[str, str]) -> None:
@@ -92,5 +187,9 @@ def _weighted_mean(verifiers: Sequence[Verifier], parts: dict[str, float | None]
     return min(1.0, max(0.0, mean)) if math.isfinite(mean) else None
 
 
-def _reason(error: Exception) -> str:
+def _late(timeout_s: float) -> str:
+    return f"timeout: no score within {timeout_s:g} s"
+
+
+def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:MAX_EVIDENCE]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import sqlite3
 from collections.abc import Iterator
@@ -77,16 +78,33 @@ def require_driver() -> None:
 
 @contextmanager
 def explained(url: sa.URL) -> Iterator[None]:
-    """Turns a database that is away, locked or read-only into an error that says so (:class:`CheckFailed`)."""
+    """Turns a database that is away, locked, read-only, full or damaged into an error that says so.
+
+    Raises:
+        CheckFailed: the database cannot be used as it is; what violates a constraint is left as it is.
+    """
     try:
         yield
-    except (sa.exc.OperationalError, OSError) as error:
-        cause = str(error.orig if isinstance(error, sa.exc.OperationalError) else error).strip().splitlines()[0]
-        raise CheckFailed(
-            f"the catalog does not answer: {cause}",
-            where=url.render_as_string(hide_password=True),
-            fix="check SENMON_CATALOG_URL, that the database runs, and that this user may write there",
-        ) from error
+    except (sa.exc.DatabaseError, sqlite3.DatabaseError, OSError) as error:
+        if isinstance(error, sa.exc.IntegrityError | sa.exc.ProgrammingError | sa.exc.DataError):
+            raise
+        raise _unusable(url, error.orig if isinstance(error, sa.exc.DatabaseError) else error) from error
+
+
+def _unusable(url: sa.URL, error: BaseException | None) -> CheckFailed:
+    cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    what, fix = (
+        "the catalog does not answer",
+        "check SENMON_CATALOG_URL, that the database runs, and that this user may write there",
+    )
+    code = error.sqlite_errorcode & 0xFF if isinstance(error, sqlite3.Error) else None  # without the extended part
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        what = "the catalog's file is damaged"
+        fix = "restore it from a backup; or move it away, and an empty one is made (runs and ledger start anew)"
+    elif code == sqlite3.SQLITE_FULL or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
+        what = "the catalog cannot be written, the disk is full"
+        fix = "free some space, then repeat the command; a run is continued by senmon run DOMAIN --resume"
+    return CheckFailed(f"{what}: {cause}", where=url.render_as_string(hide_password=True), fix=fix)
 
 
 def upgrade(engine: sa.Engine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -54,6 +55,14 @@ class Catalog:
             engine.dispose()
             raise
         return cls(engine, parsed)
+
+    @classmethod
+    def open_existing(cls, url: str) -> Self | None:
+        """As :meth:`open`, but creates no SQLite file: None where there is none yet."""
+        parsed = parse_url(url)
+        if parsed.drivername == "sqlite" and not Path(str(parsed.database)).exists():
+            return None
+        return cls.open(url)
 
     def close(self) -> None:
         """Closes all connections."""
@@ -151,6 +160,11 @@ class Catalog:
         if domain is not None:
             query = query.where(RUNS.c.domain == domain)
         return [RunRow.model_validate(dict(row._mapping)) for row in self._all(query)]
+
+    def domains(self) -> Sequence[str]:
+        """Names of all domains that ran or moved a version, sorted."""
+        query = sa.union(sa.select(RUNS.c.domain), sa.select(PROMOTIONS.c.domain))
+        return sorted(row.domain for row in self._all(query))
 
     def latest_unfinished(self, domain: str) -> RunRow | None:
         """The domain's newest run if it can be resumed; an older one is superseded, and is never returned."""
@@ -267,7 +281,7 @@ class Catalog:
         with explained(self._url), self._reader.connect() as connection:
             return connection.execute(query).one_or_none()
 
-    def _all(self, query: sa.Select[Any]) -> Sequence[sa.Row[Any]]:
+    def _all(self, query: sa.Select[Any] | sa.CompoundSelect[Any]) -> Sequence[sa.Row[Any]]:
         with explained(self._url), self._reader.connect() as connection:
             return connection.execute(query).all()
 

@@ -25,6 +25,8 @@ from infra.inference.engine import StopReason, TokenEvent
 from infra.inference.messages import Message, ToolCall
 from infra.inference.renderers.base import ParsedTurn
 from rl.config import ClipConfig, RLConfig
+from rl.guards import GuardConfig
+from rl.objectives.config import KLConfig
 from rl.trainer import Trainer
 
 VOCABULARY, PAD, END = 256, 0, 1
@@ -179,15 +181,21 @@ class Ours:
             microbatch=PROMPTS_PER_STEP * workload.group,
             learning_rate=LEARNING_RATE,
             warmup_steps=0,
-            clip=ClipConfig(low=CLIP_LOW, high=CLIP_HIGH),
+            clip=ClipConfig(low=CLIP_LOW, high=CLIP_HIGH, modulation_high=0),
+            aggregation="gspo",
             normalise_std=True,
+            kl=KLConfig(measure=False),
+            # Fixed lengths are all cut, and a random model learns nothing that would be healthy.
+            guards=GuardConfig.model_validate(
+                {"truncated": {"warn": None, "stop": None}, "repetition": {"warn": None, "stop": None}}
+            ),
             max_tokens=SAMPLED,
             max_turns=TURNS,
         )
         self.trainer = Trainer(policy, config, tasks, DomainRuntime(_Replies, {}, (_odd,), None), 0)
         engine = _FixedTurns(model)
         engine.turn = workload.turn if workload.tools else 0
-        self.trainer.engine = engine
+        self.trainer.learner.engine = engine
         self.watch = Stopwatch()
         self.drift = 0.0
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import os
+import re
+import signal
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +17,14 @@ import numpy as np
 import pytest
 
 import domain_rewards
+from domain_rewards.environments.base import ToolFailure
 from domain_rewards.episode import Episode
+from domain_rewards.runtime import DomainRuntime
 from domain_rewards.verifiers.base import Verifier, verifier
 from domain_rewards.verifiers.judge import judge, unjudged
 from infra.errors import UsageError
 from infra.inference.messages import Message
-from tests.domain_rewards.fixtures import call, episode, said
+from tests.domain_rewards.fixtures import Desk, call, episode, make_task, said
 
 ASKED = Message(role="assistant", content="one moment", tool_calls=(call("get_ticket"),))
 RESULT = Message(role="tool", name="get_ticket", content="{}")
@@ -116,10 +123,129 @@ async def test_time_limit_holds_for_async_and_isolated_verifiers_at_once() -> No
     assert time.monotonic() - began < 2
     assert verdict.reward is None
     assert verdict.evidence == {
-        "a": "no score within 0.1 s",
-        "b": "no score within 0.1 s",
+        "a": "timeout: no score within 0.1 s",
+        "b": "timeout: no score within 0.1 s",
         "c": "TimeoutError: provider",
     }
+
+
+def loops(_: Episode) -> float:
+    while True:
+        pass
+
+
+def backtracks(_: Episode) -> float:
+    """Holds the interpreter for hours: no other thread would run meanwhile."""
+    return float(re.fullmatch("(a+)+b", "a" * 40) is not None)
+
+
+def sleeps(_: Episode) -> float:
+    time.sleep(3600)
+    return 1.0
+
+
+def computes(_: Episode) -> float:
+    """A power tower (RW-09)."""
+    return float(9 ** (9**9) > 0)
+
+
+def retries_on_every_error(_: Episode) -> float:
+    while True:
+        try:  # noqa: SIM105
+            sum(range(1000))
+        except:  # noqa: E722
+            pass
+
+
+async def loops_between_awaits(_: Episode) -> float:
+    await asyncio.sleep(0)
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    "hangs",
+    [loops, backtracks, sleeps, computes, retries_on_every_error, loops_between_awaits],
+    ids=lambda f: f.__name__,
+)
+async def test_a_verifier_that_hangs_is_ended_and_the_others_count_rw09(hangs: Any) -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    verdict = await judge(episode(said("x")), [verifier("v")(hangs), fixed("good", 1.0)], timeout_s=0.1)
+    assert verdict.reward is None
+    assert verdict.parts == {"v": None, "good": 1.0}
+    assert verdict.evidence == {"v": "timeout: no score within 0.1 s"}
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert sys.gettrace() is None or "coverage" in sys.modules
+
+
+async def test_ctrl_c_ends_a_plain_verifier_at_once() -> None:
+    def interrupted(_: Episode) -> float:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(3600)
+        return 1.0
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            await judge(episode(said("x")), [verifier("v")(interrupted)])
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+async def test_a_timer_that_was_set_before_is_set_again() -> None:
+    signal.setitimer(signal.ITIMER_REAL, 3600, 7)
+    try:
+        await judge(episode(said("x")), [fixed("v", 1.0)])
+        left, interval = signal.getitimer(signal.ITIMER_REAL)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    assert left > 3000
+    assert interval == 7
+
+
+def test_off_the_main_thread_the_time_limit_holds_as_well() -> None:
+    """Where no signal handler may be set."""
+    verifiers = [verifier("v")(lambda _: time.sleep(3600)), fixed("good", 1.0), verifier("later")(immediately)]
+    with ThreadPoolExecutor(1) as pool:
+        verdict = pool.submit(asyncio.run, judge(episode(said("x")), verifiers, timeout_s=0.2)).result()
+    assert verdict.parts == {"v": None, "good": 1.0, "later": 1.0}
+    assert "timeout" in verdict.evidence["v"]
+
+
+async def immediately(_: Episode) -> float:
+    return 1.0
+
+
+class Stop(BaseException):
+    """What some libraries raise to end a program."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), Stop("enough"), asyncio.CancelledError("by itself")])
+@pytest.mark.parametrize("kind", ["plain", "async", "isolated"])
+async def test_a_verifier_that_ends_the_program_is_only_unjudged(error: BaseException, kind: str) -> None:
+    def plain(_: Episode) -> float:
+        raise error
+
+    async def later(_: Episode) -> float:
+        await asyncio.sleep(0)
+        raise error
+
+    ends = verifier("v")(later) if kind == "async" else verifier("v", isolate=kind == "isolated")(plain)
+    verdict = await judge(episode(said("x")), [ends, fixed("good", 1.0)])
+    assert verdict.reward is None
+    assert verdict.parts["good"] == 1.0
+    assert type(error).__name__ in verdict.evidence["v"]
+
+
+async def test_an_environment_that_exits_in_its_setup_is_a_failure_of_that_episode() -> None:
+    class Exits(Desk):
+        async def setup(self) -> None:
+            raise SystemExit(3)
+
+    runtime = DomainRuntime(Exits, {}, (fixed("v", 1.0),), None)
+    with pytest.raises(ToolFailure, match="SystemExit: 3"):
+        await runtime.open(make_task())
 
 
 async def test_isolated_scores_count() -> None:

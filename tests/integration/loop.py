@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,17 +13,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import httpx
 import pytest
 from typer.testing import CliRunner
 
 from infra.catalog import Catalog
 from infra.settings import Settings
+from pipelines import prefect_env
 from pipelines.cli import app
 from tests.integration.toy_domain import write_toy_domain
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS = 150.0
 RUN_SECONDS = 240.0
 
 
@@ -123,53 +121,8 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seco
 @pytest.fixture(scope="session")
 def prefect_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A Prefect server on a free loopback port, for the whole session (a start takes ten seconds and more)."""
-    folder = tmp_path_factory.mktemp("prefect")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {
-        **os.environ,
-        "PREFECT_HOME": str(folder),
-        "DO_NOT_TRACK": "1",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    }
-    environment.pop("PREFECT_API_URL", None)
-    command = [
-        sys.executable,
-        "-m",
-        "prefect",
-        "server",
-        "start",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--no-ui",
-    ]
-    with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        url = f"http://127.0.0.1:{port}/api"
-        try:
-            _wait_until_healthy(url, process, folder / "server.log")
-            yield url
-        finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                return
-        except httpx.HTTPError:
-            time.sleep(0.2)
-    pytest.fail(f"the Prefect server did not start:\n{log.read_text()}")
+    with prefect_env.server(tmp_path_factory.mktemp("prefect")) as url:
+        yield url
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def same_as_uninterrupted(loop: Loop, resumed: Ended) -> None:
 def test_a_run_killed_in_rl_resumes_to_the_same_policy_and_registers_once(loop: Loop):
     process = loop.start("run", str(loop.domain), "--json", "--promote")
     checkpoints = loop.home / "runs"
-    wait_for(lambda: any(checkpoints.glob("*/rl/checkpoint.pt")), process)
+    wait_for(lambda: any(checkpoints.glob("*/rl/checkpoints/step-????????/manifest.json")), process)
     process.kill()
     loop.end(process)
     run_id, status = only_run(loop)
@@ -126,6 +126,76 @@ def test_ctrl_c_in_a_terminal_goes_to_the_whole_group_and_stops_as_cleanly(loop:
     assert ended.code == 130, ended.stderr
     assert "ConnectError" not in ended.stderr
     assert only_run(loop)[1] == "interrupted"
+
+
+DROPS_A_SIGNAL = '''
+
+import os
+import signal
+import weakref
+
+
+class _Gone:
+    pass
+
+
+def _signal_in_a_callback() -> None:
+    """Python prints and drops what a signal handler raises while a weak reference's callback runs."""
+    gone = _Gone()
+    kept = weakref.ref(gone, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    del gone
+    assert kept() is None
+
+
+_signalled = False
+_judge = odd_length.function
+
+
+@verifier("odd_length")
+def odd_length(episode: Episode) -> float:
+    global _signalled
+    if not _signalled:
+        _signalled = True
+        _signal_in_a_callback()
+    return _judge(episode)
+'''
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_whose_exception_is_dropped_still_stops_the_run(loop: Loop):
+    """Inside Prefect's flow, in the stage that evaluates the cold start: neither it nor any later stage is recorded."""
+    with (loop.domain / "verifiers.py").open("a") as file:
+        file.write(DROPS_A_SIGNAL)
+    ended = loop.run_here("--promote")
+    assert ended.code == 130, ended.stderr
+    run_id, status = only_run(loop)
+    assert status == "interrupted"
+    assert list(contents(loop, run_id)) == ["validate", "snapshot", "sft"]
+    assert Registry(loop.settings).domains() == []
+    assert loop.run_here("--resume", "--stages", "sft_gate").code == 0
+
+
+def test_ctrl_c_while_episodes_are_played_stops_as_cleanly(loop: Loop):
+    """In the event loop of a rollout, whose other tasks must not complain."""
+    process = loop.start("run", str(loop.domain), "--json", "--set", "rl.steps=5000")
+    wait_for(lambda: any((loop.home / "runs").glob("*/rl/checkpoints/step-????????/manifest.json")), process)
+    process.send_signal(signal.SIGINT)
+    ended = loop.end(process)
+    assert ended.code == 130, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert only_run(loop)[1] == "interrupted"
+
+
+def test_code_of_a_domain_that_exits_has_failed(loop: Loop):
+    with (loop.domain / "environment.py").open("a") as file:
+        file.write("\n\ndef prepare(home):\n    raise SystemExit(0)\n")
+    with (loop.domain / "domain.yaml").open("a") as file:
+        file.write('prepare: "environment.py:prepare"\n')
+    ended = loop.run_here()
+    assert ended.code == 1, ended.stdout
+    assert "SystemExit" in ended.result["error"]["what"]
+    assert f"senmon run {loop.domain} --resume" in ended.result["error"]["fix"]
+    assert only_run(loop)[1] == "failed"
 
 
 def test_stages_can_be_run_in_parts(loop: Loop):

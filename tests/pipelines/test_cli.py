@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,15 @@ def test_prefect_is_set_up_below_home_and_the_users_own_settings_win(tmp_path: P
     os.environ["PREFECT_API_URL"] = "http://server/api"
     assert prefect_env.configure(tmp_path) is True
     assert os.environ["PREFECT_HOME"] == "/mine"
+
+
+def test_the_embedded_prefect_is_named_only_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prefect_env, "server", lambda _: nullcontext("http://127.0.0.1:1/api"))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    with pytest.raises(KeyError), prefect_env.embedded(tmp_path):
+        assert os.environ["PREFECT_API_URL"] == "http://127.0.0.1:1/api"
+        raise KeyError
+    assert "PREFECT_API_URL" not in os.environ
 
 
 def test_a_partial_runs_summary_has_every_key_and_no_invented_figure():

@@ -145,6 +145,24 @@ def test_rollback_refuses_a_version_whose_files_were_altered(
     assert registry.resolve("billing", "production").version == 2
 
 
+@pytest.mark.parametrize("damage", ["altered", "gone"])
+def test_a_version_whose_files_are_altered_or_gone_moves_nowhere(
+    mlflow_settings: Settings, registry: Registry, catalog: Catalog, folder: Path, damage: str
+):
+    version = made(registry, catalog, folder, 0.9)
+    config = registry.download(version) / "config.json"
+    if damage == "altered":
+        config.write_text('{"other": 1}')
+    else:
+        config.unlink()
+    with pytest.raises(CheckFailed, match="files are"):
+        promote(mlflow_settings, registry, catalog, "billing", "production", str(version.version))
+    with pytest.raises(CheckFailed, match="files are"):  # as the promote stage of a run does it
+        move(registry, catalog, "billing", version.version, "production", who="w", why="y", gate={}, key="k")
+    assert registry.get("billing", version.version).stage == "none"
+    assert catalog.promotions("billing") == []
+
+
 def test_the_ledger_alone_tells_where_every_version_is():
     ledger = [
         entry(1, "staging"),

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,7 +11,7 @@ import pytest
 
 from infra.inference.engine import SamplingParams
 from serving.errors import ApiError
-from serving.models import ModelRef
+from serving.models import ModelRef, ServedModel
 from serving.observe import GatewayMetrics
 from serving.options import GatewayOptions
 from serving.pool import Lease, ModelPool
@@ -165,6 +167,57 @@ async def test_domains_outside_the_list_are_unknown() -> None:
         await running.refresh()
         assert (await failure(running, "other")).status == 404
         assert [card.domain for card in running.cards()] == ["demo"]
+
+
+async def test_names_are_known_as_soon_as_the_list_is_read_however_long_models_load() -> None:
+    """Before that nobody can say whether a name exists; after it, an unknown one is no reason to come again."""
+    models = source(1, production=1)
+    listed, go_on = threading.Event(), threading.Event()
+    load, domains = models.load, models.domains
+
+    def slow_list() -> list[str]:
+        listed.wait(5)
+        return domains()
+
+    def slow_load(domain: str, version: int) -> ServedModel:
+        go_on.wait(5)
+        return load(domain, version)
+
+    models.domains, models.load = slow_list, slow_load  # type: ignore[method-assign]
+    running = ModelPool(models, None, STAGES, GatewayOptions(poll_s=3600), GatewayMetrics())
+    await running.start()
+    try:
+        assert (await failure(running, "nosuch")).code == "model_loading"
+        listed.set()
+        await asyncio.wait_for(_not_loading(running, "nosuch"), 5)
+        assert (await failure(running, "demo")).code == "model_loading"
+        assert (await failure(running, "demo@staging")).code == "model_not_found"
+        go_on.set()
+        await asyncio.wait_for(_looked(running), 5)
+        assert (await leased(running)).served.version == 1
+    finally:
+        go_on.set()
+        await running.close()
+
+
+async def _not_loading(running: ModelPool, name: str) -> None:
+    while (await failure(running, name)).code != "model_not_found":
+        await asyncio.sleep(0.005)
+
+
+async def test_one_line_is_logged_when_a_model_is_ready_and_when_it_is_switched(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "serving.pool")
+    models = source(1, 2, production=1)
+    async with pool(models) as running:
+        await running.refresh()
+        models.stages["demo", "production"] = 2
+        await running.refresh()
+    assert [record.message for record in caplog.records] == [
+        "model demo: version 1 is ready",
+        "model demo: switched from version 1 to version 2",
+    ]
 
 
 async def test_stages_and_versions_are_loaded_on_demand_within_bounds() -> None:

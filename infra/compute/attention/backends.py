@@ -21,7 +21,7 @@ def require_sinks(model: Any) -> None:
     sinks = [name for name, _ in model.named_parameters() if name.endswith(".sinks")]
     if sinks and backend not in SINK_BACKENDS:
         raise UsageError(
-            f"attention back-end {backend!r} ignores the model's attention sinks ({sinks[0]} and {len(sinks) - 1} more)",
+            f"attention back-end {backend!r} ignores the model's attention sinks, such as {sinks[0]}",
             where="attention of the model",
             fix=f"load it with one of {', '.join(SINK_BACKENDS)}",
         )

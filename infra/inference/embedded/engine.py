@@ -6,7 +6,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -249,4 +249,3 @@ class EmbeddedEngine:
             if row.handle == handle:
                 return row
         raise KeyError(f"no open sequence {handle}")
-

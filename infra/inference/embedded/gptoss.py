@@ -300,7 +300,7 @@ class GptOssDecoder:
         z = _linear(_rms(x, layer.norm_in, self.eps), layer.qkv, layer.qkv_bias)
         z = z.view(len(x), self.heads + 2 * self.kv_heads, self.head_dim)
         rotated = self.heads + self.kv_heads
-        pairs = torch.view_as_complex(z[:, :rotated].unflatten(-1, (-1, 2)))
+        pairs = torch.view_as_complex(z[:, :rotated].view(len(x), rotated, -1, 2))
         qk = torch.view_as_real(pairs * turns).flatten(-2)
         q = qk[:, : self.heads].view(rows, -1, self.kv_heads, self.heads // self.kv_heads, self.head_dim)
         return q.permute(0, 2, 3, 1, 4), qk[:, self.heads :], z[:, rotated:]
@@ -358,7 +358,7 @@ def _chosen_experts(x: Tensor, gates: Tensor, chosen: Tensor, layer: LayerWeight
     tokens = order // chosen.shape[1]
     counts = torch.bincount(chosen.flatten(), minlength=len(layer.gate_up)).tolist()
     parts = []
-    for expert, part in enumerate(x[tokens].split(counts)):
+    for expert, part in enumerate(torch.split(x[tokens], counts)):
         if len(part):
             inner = _gated(_linear(part, layer.gate_up[expert].t(), layer.gate_up_bias[expert, 0]), weights)
             parts.append(_linear(inner, layer.down[expert].t(), layer.down_bias[expert]))

@@ -59,7 +59,7 @@ def _truncate(logprobs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     kept, and the most likely one always is.
     """
     vocabulary = logprobs.shape[1]
-    ordered, order = logprobs.sort(-1, descending=True, stable=True)
+    ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
     probabilities = ordered.double().exp()
     top_k = torch.tensor([p.top_k or vocabulary for p in params])[:, None]
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64)[:, None]
