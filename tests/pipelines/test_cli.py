@@ -131,7 +131,7 @@ def test_prefect_is_set_up_below_home_and_the_users_own_settings_win(tmp_path: P
 def test_the_embedded_prefect_is_named_only_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prefect_env, "server", lambda _: nullcontext("http://127.0.0.1:1/api"))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    with pytest.raises(KeyError), prefect_env.embedded(tmp_path):
+    with pytest.raises(KeyError), prefect_env.embedded(tmp_path):  # noqa: PT012
         assert os.environ["PREFECT_API_URL"] == "http://127.0.0.1:1/api"
         raise KeyError
     assert "PREFECT_API_URL" not in os.environ
