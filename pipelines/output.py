@@ -45,6 +45,8 @@ def set_up_logging() -> None:
             ours.addHandler(handler)
         ours.setLevel(logging.INFO)
     logger.propagate = False
+    # It prints the traceback of each database error that it raises as well; ours say it in words.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -237,7 +237,7 @@ class _Run:
         try:
             self.catalog.finish_run(self.run.run_id, status, summary)
         except SenmonError as problem:
-            logger.warning("that run %s is %s could not be recorded: %s", self.run.run_id, status, problem.what)
+            logger.warning("that the run ended as %s could not be recorded: %s", status, problem.what)
 
     def _traceback(self, error: Exception) -> Path:
         log = run_folder(self.settings, self.run) / "error.txt"

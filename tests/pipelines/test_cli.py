@@ -16,6 +16,7 @@ from pipelines import prefect_env
 from pipelines.cli import app
 from pipelines.demo import read_turn
 from pipelines.runner import summarise
+from tests.integration.toy_domain import write_toy_domain
 
 
 @pytest.fixture
@@ -55,6 +56,12 @@ def test_bad_input_is_exit_code_2_and_one_json_line(settings: Settings, argument
     assert error["fix"]
     assert f"error: {error['what']}" in done.stderr
     assert len(done.stdout.splitlines()) == 1
+
+
+def test_a_folder_that_has_nothing_to_serve_is_named_as_it_was_given(settings: Settings, tmp_path: Path):
+    folder = write_toy_domain(tmp_path / "toy", tasks=1)
+    error = last_line(call("serve", str(folder), "--json"))["error"]
+    assert f"senmon run {folder} --promote" in error["fix"]
 
 
 @pytest.mark.parametrize("command", [["promote", "arithmetic"], ["rollback", "arithmetic"]])

@@ -117,8 +117,6 @@ def test_errors_name_the_folder_that_the_user_gave(settings: Settings, tmp_path:
     assert nothing["error"]["fix"] == f"start one: senmon run {quoted}"
     middle = last_line(call("run", str(folder), "--stages", "rl..", "--json"))
     assert f"senmon run {quoted} --resume --stages rl.." in middle["error"]["fix"]
-    unserved = last_line(call("serve", str(folder), "--json"))
-    assert f"senmon run {quoted} --promote" in unserved["error"]["fix"]
 
 
 def damaged_header(path: Path) -> None:
