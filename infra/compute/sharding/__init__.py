@@ -1,0 +1,1 @@
+"""One model over many ranks: data, expert and sequence parallel."""
