@@ -95,7 +95,7 @@ def _load_entry_point(point: EntryPoint) -> Any:
     where = f"entry point {point.name} of {point.dist.name if point.dist else 'an unknown package'}"
     try:
         return point.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(
             f"{where} cannot be loaded: {type(error).__name__}: {error}",
             where=point.value,
@@ -141,7 +141,7 @@ def _package(folder: Path) -> str:
 def _import(name: str, place: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(
             f"{place} cannot be imported: {type(error).__name__}: {error}",
             where=_last_line(error, place),
@@ -149,7 +149,7 @@ def _import(name: str, place: str) -> ModuleType:
         ) from error
 
 
-def _last_line(error: Exception, place: str) -> str:
+def _last_line(error: BaseException, place: str) -> str:
     """Deepest frame outside of the import system."""
     where = place
     trace = error.__traceback__

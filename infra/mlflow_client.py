@@ -123,9 +123,16 @@ def _schema_lock(settings: Settings) -> Iterator[None]:
     with FileLock(f"{path}.lock", timeout=SCHEMA_SECONDS, fallback_to_soft=False):
         if not path.exists():
             _create(path)
-        with closing(sqlite3.connect(path, timeout=BUSY_SECONDS)) as connection:
-            # Readers and writers do not block each other in WAL, and the mode stays with the file.
-            connection.execute("PRAGMA journal_mode = WAL")
+        try:
+            with closing(sqlite3.connect(path, timeout=BUSY_SECONDS)) as connection:
+                # Readers and writers do not block each other in WAL, and the mode stays with the file.
+                connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.DatabaseError as error:
+            raise CheckFailed(
+                f"the MLflow database cannot be opened: {error}",
+                where=str(path),
+                fix="restore it from a backup; or move it away: a new one is made, without the versions of the old",
+            ) from error
         yield
 
 

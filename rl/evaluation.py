@@ -71,7 +71,7 @@ def evaluate_policy(
     """
     loaded = load_policy(policy)
     engine = loaded.engine()
-    with progress("evaluation", 2 * len(tasks)) as bar:
+    with progress(f"evaluation of {policy.parent.name}", 2 * len(tasks)) as bar:
         greedy = play_all(engine, loaded, tasks, runtime, config, 0.0, seed)
         bar.advance(len(tasks), success=_share(greedy) or 0.0)
         sampled = play_all(engine, loaded, tasks, runtime, config, config.temperature, seed)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from pydantic_core import to_json
 
 from data_contracts.records import Task
+from domain_rewards.deadline import TimeUp, on_main_thread, within
 from domain_rewards.environments.threads import in_thread
 from domain_rewards.environments.tool import Tool, ToolError, collect, tool
 from infra.errors import CheckFailed, UsageError
@@ -89,9 +90,9 @@ class ToolEnvironment:
         except ToolError as refused:
             self.errors[refused.code.partition(":")[0]] += 1
             content = to_json({"error": refused.code}).decode()
-        except ToolFailure:
+        except (ToolFailure, KeyboardInterrupt, asyncio.CancelledError):
             raise
-        except Exception as error:
+        except BaseException as error:  # a tool that exits must not end the run
             raise ToolFailure(
                 f"tool {call.name} failed: {type(error).__name__}: {error}",
                 where=f"task {self.task.task_id}, {type(self).__name__}.{call.name}",
@@ -108,8 +109,11 @@ class ToolEnvironment:
         if chosen is None:
             raise ToolError("unknown_tool")
         arguments = chosen.read(call.arguments)
-        if not chosen.is_async and not chosen.isolate:
-            return chosen.function(self, **arguments)
+        if not chosen.is_async and not chosen.isolate and on_main_thread():
+            try:
+                return within(chosen.timeout_s, lambda: chosen.function(self, **arguments))
+            except TimeUp:
+                raise ToolError("timeout") from None
         try:
             async with asyncio.timeout(chosen.timeout_s) as deadline:
                 if chosen.is_async:

@@ -45,8 +45,9 @@ class Tool(Generic[P, R]):
 
     Args:
         function: the method; every parameter after ``self`` needs a type hint.
-        isolate: run a blocking method in a thread, so that ``timeout_s`` can interrupt the wait.
-        timeout_s: seconds for an async or isolated method.
+        isolate: run a blocking method in a thread: others go on meanwhile, and even C code that never returns cannot
+            hold the episode beyond ``timeout_s``.
+        timeout_s: seconds for a call; the model is then answered ``timeout``.
     """
 
     def __init__(self, function: Callable[Concatenate[Any, P], R], isolate: bool, timeout_s: float) -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import signal
-import sys
-import threading
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from functools import partial
 from numbers import Real
-from types import FrameType
 from typing import Any, TypeVar
 
+from domain_rewards.deadline import TimeUp, on_main_thread, within
 from domain_rewards.environments.threads import in_thread
 from domain_rewards.episode import Episode
 from domain_rewards.verifiers.base import Verifier
@@ -20,13 +17,7 @@ from infra.records import Record
 
 MAX_EVIDENCE = 500
 """Most characters kept of what a verifier raised."""
-RETRY_SECONDS = 0.1
-"""A verifier that caught the end of its time is told again after so long."""
 R = TypeVar("R")
-
-
-class TimeUp(BaseException):
-    """A verifier's time is over; not an ``Exception``, so that a verifier which retries on errors lets it through."""
 
 
 class Verdict(Record):
@@ -51,7 +42,7 @@ async def judge(episode: Episode, verifiers: Sequence[Verifier], timeout_s: floa
     parts: dict[str, float | None] = {each.name: None for each in verifiers}
     evidence: dict[str, str] = {}
     waiting = []
-    inline = _on_main_thread()
+    inline = on_main_thread()
     for each in verifiers:
         if each.is_async or each.isolate or not inline:
             waiting.append(each)
@@ -65,47 +56,6 @@ async def judge(episode: Episode, verifiers: Sequence[Verifier], timeout_s: floa
     if waiting:
         await asyncio.gather(*(_wait_for(each, episode, timeout_s, parts, evidence) for each in waiting))
     return Verdict(reward=_weighted_mean(verifiers, parts), parts=parts, evidence=evidence)
-
-
-def within(seconds: float, call: Callable[[], R]) -> R:
-    """The result of ``call``, which is ended after ``seconds``; main thread only, some 10 µs.
-
-    A thread would not do: a regular expression that backtracks without end holds the interpreter, so that nobody could
-    wait for the thread, nor hear Ctrl-C. A timer's signal ends it, as it ends Python loops, sleeps, reads from a
-    socket and large powers; C code that does not look at signals (a SQL query) ends late, when it returns.
-
-    Raises:
-        TimeUp: the time was over.
-    """
-    here = sys._getframe()
-    tracer = sys.gettrace()
-    running = True
-
-    def trace(_frame: FrameType, event: str, _argument: Any) -> Callable[..., Any]:
-        if running and event == "line":
-            raise TimeUp
-        return trace
-
-    def interrupt(_signal: int, frame: FrameType | None) -> None:
-        if not running:
-            return
-        # The next line that runs raises as well: a bare `except:` that caught the first one would go on for ever.
-        while frame is not None and frame is not here:
-            frame.f_trace = trace
-            frame = frame.f_back
-        sys.settrace(trace)
-        raise TimeUp
-
-    handler = signal.signal(signal.SIGALRM, interrupt)
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds, RETRY_SECONDS)
-    try:
-        return call()
-    finally:
-        running = False
-        if sys.gettrace() is not tracer:
-            sys.settrace(tracer)
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler)
 
 
 def unjudged(verifiers: Sequence[Verifier], reason: str) -> Verdict:
@@ -158,11 +108,7 @@ class _Stepwise:
                 step = partial(self._coroutine.send, None)
 
     def _run(self, step: Callable[[], R]) -> R:
-        return within(self._seconds, step) if _on_main_thread() else step()
-
-
-def _on_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+        return within(self._seconds, step) if on_main_thread() else step()
 
 
 def _settle(name: str, score: Any, parts: dict[str, float | None], evidence: dict[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 
 import pytest
@@ -144,6 +145,33 @@ async def test_time_limit(name: str) -> None:
     assert time.monotonic() - began < 2
     assert environment.errors == {"timeout": 1}
     assert await answer(environment, name, '{"seconds":0}') == '"done"'
+
+
+class Careless(ToolEnvironment):
+    @tool(timeout_s=0.1)
+    def spin(self) -> str:
+        """Never ends, and catches what would end it."""
+        while True:
+            try:
+                time.sleep(10)
+            except Exception:
+                continue
+
+    @tool
+    def leave(self) -> str:
+        """Ends the process."""
+        sys.exit(3)
+
+
+def test_a_plain_tool_that_never_ends_is_ended() -> None:
+    environment = Careless(desk().task, {})
+    assert asyncio.run(environment.call(call("spin"))).content == '{"error":"timeout"}'
+    assert environment.errors == {"timeout": 1}
+
+
+def test_a_tool_that_exits_ends_its_episode_only() -> None:
+    with pytest.raises(ToolFailure, match="tool leave failed: SystemExit: 3"):
+        asyncio.run(Careless(desk().task, {}).call(call("leave")))
 
 
 def test_a_hanging_isolated_tool_does_not_keep_the_loop_open() -> None:

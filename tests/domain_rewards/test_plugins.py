@@ -135,6 +135,12 @@ def test_a_broken_file_is_named_with_its_line(domain: Path) -> None:
         resolve("syntax.py:x", domain)
 
 
+def test_a_module_that_exits_is_bad_input(domain: Path) -> None:
+    (domain / "leaves.py").write_text("import sys\n\nsys.exit(5)\n")
+    with pytest.raises(UsageError, match=r"leaves.py cannot be imported: SystemExit: 5"):
+        resolve("leaves.py:x", domain)
+
+
 def test_a_file_needs_a_folder() -> None:
     with pytest.raises(UsageError, match="no domain folder"):
         resolve("environment.py:Hello", None)

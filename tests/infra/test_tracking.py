@@ -212,6 +212,17 @@ def test_a_server_that_is_away_is_reported_at_once(tmp_path: Path) -> None:
     assert time.monotonic() - began < 5
 
 
+def test_a_damaged_database_is_reported_and_left_as_it_is(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path)
+    database = settings.root / "mlflow.db"
+    database.parent.mkdir(parents=True, exist_ok=True)
+    database.write_bytes(b"no database at all" * 100)
+    with pytest.raises(CheckFailed, match="file is not a database") as raised:
+        open_client(settings)
+    assert raised.value.where == str(database)
+    assert database.read_bytes() == b"no database at all" * 100
+
+
 def test_a_database_of_another_mlflow_is_reported(mlflow_settings: Settings) -> None:
     import sqlite3
 
