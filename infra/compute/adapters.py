@@ -82,31 +82,38 @@ def merged_state(model: PeftModel) -> dict[str, Tensor]:
     """The weights under the base model's own names, adapters merged in; the model itself is not changed.
 
     ``base + alpha / rank * B A`` is computed in float32 (float64 for a float64 base) and cast to the base's dtype.
-    Weights without an adapter are the model's own tensors, not copies.
+    Weights without an adapter are the model's own tensors, not copies. A sharded model is gathered tensor by tensor:
+    every rank must call it, rank 0 gets whole CPU tensors and the others an empty dict.
 
     Raises:
         CheckFailed: an adapter cannot be merged or was left over, or is already merged into the base.
     """
     import torch
+    from torch import distributed
+    from torch.distributed.tensor import DTensor
 
     adapters = _adapters(model)
     by_weight = {_weight_name(name, layer): layer for name, layer in adapters.items()}
-    merged = 0
+    merged, names = 0, list[str]()
     state: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, tensor in model.get_base_model().state_dict().items():
             if _is_adapter(name):
                 continue
-            plain = _plain(name)
-            layer = by_weight.get(plain)
+            plain, own = plain_name(name), isinstance(tensor, DTensor)
+            tensor, layer = _whole(tensor), by_weight.get(plain)
             if layer is not None:
                 wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
                 tensor = (wide + _delta(plain, layer)).to(tensor.dtype)
                 merged += 1
-            state[plain] = tensor
-    odd = sorted(name for name in state if "base_layer" in name or "lora_" in name)
+            names.append(plain)
+            if not own:
+                state[plain] = tensor
+            elif distributed.get_rank() == 0:
+                state[plain] = tensor.cpu()
+    odd = sorted(name for name in names if "base_layer" in name or "lora_" in name)
     if merged != len(adapters) or odd:
-        missing = sorted(by_weight.keys() - state.keys())
+        missing = sorted(by_weight.keys() - set(names))
         raise CheckFailed(
             f"{merged} of {len(adapters)} adapters were merged; weights not found: {missing}; odd names: {odd}",
             where="merging of adapters",
@@ -147,6 +154,11 @@ def base_only(model: PeftModel) -> Iterator[None]:
         yield
 
 
+def plain_name(name: str) -> str:
+    """A weight's name without the wrappers' own part; several of one module's weights nest several wrappers."""
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")
+
+
 def _matches(model: nn.Module, targets: tuple[str, ...]) -> tuple[list[str], list[str]]:
     """Names of linear layers and of 3-D weights that the targets mean, each sorted."""
     from torch import nn
@@ -182,19 +194,20 @@ def _adapters(model: PeftModel) -> dict[str, Any]:
     return {name: module for name, module in model.get_base_model().named_modules() if isinstance(module, LoraLayer)}
 
 
+def _whole(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def _is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
-
-
-def _plain(name: str) -> str:
-    """A name without the wrappers' own part; several of one module's weights nest several wrappers."""
-    return name.replace(".base_layer", "")
 
 
 def _weight_name(name: str, layer: Any) -> str:
     from peft.tuners.lora.layer import ParamWrapper
 
-    return f"{_plain(name)}.{layer.parameter_name if isinstance(layer, ParamWrapper) else 'weight'}"
+    return f"{plain_name(name)}.{layer.parameter_name if isinstance(layer, ParamWrapper) else 'weight'}"
 
 
 def _delta(name: str, layer: Any) -> Tensor:
@@ -216,8 +229,7 @@ def _delta(name: str, layer: Any) -> Tensor:
             where="merging of adapters",
             fix="make the adapters with add_adapters and leave merging to merged_state",
         )
-    a: Tensor = layer.lora_A[ADAPTER].weight
-    b: Tensor = layer.lora_B[ADAPTER].weight
+    a, b = _whole(layer.lora_A[ADAPTER].weight), _whole(layer.lora_B[ADAPTER].weight)
     wide = torch.promote_types(a.dtype, torch.float32)
     a, b, scale = a.to(wide), b.to(wide), float(layer.scaling[ADAPTER])
     if not fused:

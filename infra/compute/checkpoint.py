@@ -6,8 +6,9 @@ import os
 import pickle
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from infra.errors import CheckFailed
 from infra.hashing import file_hash
@@ -20,6 +21,7 @@ PARTIAL = ".partial"
 REPLACED = ".replaced"
 """Suffix of a sound checkpoint while a new one of the same step takes its place."""
 _NAME = re.compile(rf"step-(\d{{8,}})({re.escape(REPLACED)})?")
+Part = TypeVar("Part")
 _UNREADABLE = (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError)
 
 
@@ -27,7 +29,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     """Write tensors and plain values to ``path``: to a partial file first, flushed, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(path.suffix + PARTIAL)
-    _write_state(partial, state)
+    write_state(partial, state)
     partial.replace(path)
 
 
@@ -40,7 +42,7 @@ def load_checkpoint(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        return _read_state(path)
+        return read_state(path)
     except _UNREADABLE as error:
         raise CheckFailed(
             f"the checkpoint is damaged: {_first_line(error)}",
@@ -49,7 +51,7 @@ def load_checkpoint(path: Path) -> dict[str, Any] | None:
         ) from error
 
 
-class _File(Record):
+class StoredFile(Record):
     """Size and content of one file of a checkpoint."""
 
     bytes: int
@@ -61,7 +63,21 @@ class _Manifest(Record):
 
     step: int
     best: bool
-    files: dict[str, _File]
+    files: dict[str, StoredFile]
+
+
+def stored_file(path: Path) -> StoredFile:
+    """Size and content of a file that is there."""
+    return StoredFile(bytes=path.stat().st_size, sha256=file_hash(path))
+
+
+def not_written(step: int, why: str, where: Path) -> CheckFailed:
+    """The error of a save that failed; the older checkpoints are intact."""
+    return CheckFailed(
+        f"the checkpoint of step {step} could not be written: {why}",
+        where=str(where),
+        fix="free disk space or move the run's folder, then resume; the older checkpoints are intact",
+    )
 
 
 class _UnusableError(Exception):
@@ -94,31 +110,45 @@ class CheckpointStore:
             CheckFailed: it could not be written (disk full, no permission). Older checkpoints are untouched and
                 nothing of the new one is left.
         """
-        final = self.folder / f"step-{step:08d}"
-        partial = final.with_name(final.name + PARTIAL)
+        final = self._final(step)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
-            partial.mkdir()
-            _write_state(partial / STATE, state)
-            written = _File(bytes=(partial / STATE).stat().st_size, sha256=file_hash(partial / STATE))
-            manifest = _Manifest(step=step, best=best, files={STATE: written})
-            with (partial / MANIFEST).open("w") as file:
-                file.write(manifest.model_dump_json(indent=1) + "\n")
-                _flush(file)
-            _sync_folder(partial)
-            self._publish(partial, final, step)
+            write_state(self.begin(step) / STATE, state)
+            self.finish(step, best)
         except BaseException as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            self.abandon(step)
             if isinstance(error, OSError):
-                raise CheckFailed(
-                    f"the checkpoint of step {step} could not be written: {error.strerror or error}",
-                    where=str(final),
-                    fix="free disk space or move the run's folder, then resume; the older checkpoints are intact",
-                ) from error
+                raise not_written(step, error.strerror or str(error), final) from error
             raise
-        self._rotate(step)
         return final
+
+    def begin(self, step: int) -> Path:
+        """Make the partial directory of a new checkpoint, whose files the caller writes before :meth:`finish`."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._remove_leftovers()
+        partial = self._partial(step)
+        partial.mkdir()
+        return partial
+
+    def finish(self, step: int, best: bool = False, files: dict[str, StoredFile] | None = None) -> None:
+        """Publish what was written since :meth:`begin`, then remove what ``keep`` no longer covers.
+
+        Args:
+            best: as in :meth:`save`.
+            files: what the directory holds, where the caller has hashed it already (:func:`stored_file`).
+        """
+        partial = self._partial(step)
+        if files is None:
+            files = {path.name: stored_file(path) for path in sorted(partial.iterdir())}
+        with (partial / MANIFEST).open("w") as file:
+            file.write(_Manifest(step=step, best=best, files=files).model_dump_json(indent=1) + "\n")
+            _flush(file)
+        _sync_folder(partial)
+        self._publish(partial, self._final(step), step)
+        self._rotate(step)
+
+    def abandon(self, step: int) -> None:
+        """Remove what was written since :meth:`begin`."""
+        shutil.rmtree(self._partial(step), ignore_errors=True)
 
     def newest(self) -> tuple[int, dict[str, Any]] | None:
         """Step and state of the newest sound checkpoint, tensors on the CPU; None when nothing was ever saved.
@@ -128,12 +158,16 @@ class CheckpointStore:
         Raises:
             CheckFailed: there are checkpoints, but none is sound.
         """
+        return self.newest_with(lambda path: read_state(path / STATE))
+
+    def newest_with(self, read: Callable[[Path], Part]) -> tuple[int, Part] | None:
+        """Like :meth:`newest`, with another way of reading a directory whose files are all as they were written."""
         for path in self.folder.glob(f"step-*{PARTIAL}"):
             logger.warning("checkpoint %s is skipped: incomplete, its save did not finish", path)
         problems = []
         for step, path in self._directories():
             try:
-                return step, _load(path, step)
+                return step, _load(path, step, read)
             except _UnusableError as problem:
                 logger.warning("checkpoint %s is skipped: %s", path, problem)
                 problems.append(f"{path.name} is {problem}")
@@ -149,6 +183,12 @@ class CheckpointStore:
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending; sizes are checked, contents are not."""
         return sorted(self._manifests())
+
+    def _final(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def _partial(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}{PARTIAL}"
 
     def _directories(self) -> list[tuple[int, Path]]:
         """Every checkpoint directory, sound or not, the newest step first; a replaced one after its successor."""
@@ -225,8 +265,8 @@ def _manifest(path: Path, step: int) -> _Manifest:
     return manifest
 
 
-def _load(path: Path, step: int) -> dict[str, Any]:
-    """The state of a checkpoint.
+def _load(path: Path, step: int, read: Callable[[Path], Part]) -> Part:
+    """What a checkpoint holds.
 
     Raises:
         _UnusableError: it is incomplete or damaged.
@@ -235,12 +275,13 @@ def _load(path: Path, step: int) -> dict[str, Any]:
         if file_hash(path / name) != expected.sha256:
             raise _UnusableError(f"damaged: the content of {name} has changed since it was written")
     try:
-        return _read_state(path / STATE)
+        return read(path)
     except _UNREADABLE as error:
         raise _UnusableError(f"unreadable: {_first_line(error)}") from error
 
 
-def _write_state(path: Path, state: dict[str, Any]) -> None:
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Write tensors and plain values, flushed to the disk."""
     import torch
 
     with path.open("wb") as file:
@@ -253,7 +294,8 @@ def _write_state(path: Path, state: dict[str, Any]) -> None:
         _flush(file)
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> dict[str, Any]:
+    """Read what :func:`write_state` wrote; no code in it is executed (``weights_only``)."""
     import torch
 
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)

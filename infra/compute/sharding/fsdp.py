@@ -45,7 +45,7 @@ def shard(model: Model, mesh: DeviceMesh, config: ShardingConfig, experts: Seque
     Raises:
         UsageError: the model has no transformers layers, or the mesh has an expert axis and no experts are given.
     """
-    layers = _layers(model)
+    layers = transformer_layers(model)
     if mesh[EXPERT].size() > 1 and not experts:
         raise UsageError(
             f"{mesh[EXPERT].size()} ranks are to divide experts among them, and no layer's experts are divided",
@@ -60,11 +60,11 @@ def shard(model: Model, mesh: DeviceMesh, config: ShardingConfig, experts: Seque
             recompute_in_backward(layer)
     if mesh[EXPERT].size() > 1:
         same_experts = mesh[DATA, SEQUENCE]._flatten(BESIDE_EXPERTS)
-        for module in experts:
-            divide(module, mesh=same_experts, shard_placement_fn=_even(same_experts.size()))
+        for divided in experts:
+            divide(divided, mesh=same_experts, shard_placement_fn=_even(same_experts.size()))
     everyone = mesh._flatten(ALL)
-    for module in [*layers, *_untied_ends(model), model]:
-        divide(module, mesh=everyone, shard_placement_fn=_even(everyone.size()))
+    for whole in [*layers, *_untied_ends(model), model]:
+        divide(whole, mesh=everyone, shard_placement_fn=_even(everyone.size()))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -150,7 +150,12 @@ def _axes(tensor: DTensor) -> list[tuple[Any, int]]:
     return list(zip(tensor.placements, tensor.device_mesh.shape, strict=True))
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def transformer_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of a transformers model, first one first.
+
+    Raises:
+        UsageError: it has none that are known.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

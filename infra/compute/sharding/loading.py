@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from infra.compute.adapters import plain_name
 from infra.errors import CheckFailed
@@ -40,7 +40,7 @@ def load_weights(model: nn.Module, folder: str | Path, device: str = "cpu") -> N
     Raises:
         CheckFailed: a weight is missing in the folder, or has another shape there.
     """
-    model._apply(lambda x: torch.empty_like(x, device=device) if x.device.type == "meta" else x)
+    model._apply(lambda x: torch.empty_like(x, device=device) if x.device.type == "meta" else x)  # type: ignore[no-untyped-call]
     reader = HuggingFaceStorageReader(str(folder))
     stored = reader.read_metadata().state_dict_metadata
     wanted, missing = _wanted(model, set(stored))
@@ -59,7 +59,7 @@ def load_weights(model: nn.Module, folder: str | Path, device: str = "cpu") -> N
             fix="make the model from the config.json of this folder",
         )
     with torch.no_grad():
-        checkpoint.load(dict(wanted), storage_reader=reader)
+        load(dict(wanted), storage_reader=reader)
 
 
 def _wanted(model: nn.Module, stored: set[str]) -> tuple[dict[str, Tensor], list[str]]:

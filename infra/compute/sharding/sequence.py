@@ -170,16 +170,21 @@ def _attend(
 def _heads_for_columns(parts: tuple[Tensor, ...], axis: DeviceMesh) -> list[Tensor]:
     """``[batch, heads, columns, dim]`` each to ``[batch, heads / ranks, length, dim]``, in one exchange."""
     ranks = axis.size()
-    send = torch.cat([x.unflatten(1, (ranks, -1)).transpose(0, 1) for x in parts], 2)
+    send = torch.cat([_by_rank(x, ranks) for x in parts], 2)
     got = _exchange(send, axis)
     whole = got.permute(1, 2, 0, 3, 4).flatten(2, 3)
-    return [x.contiguous() for x in whole.split([x.shape[1] // ranks for x in parts], 1)]
+    return [x.contiguous() for x in torch.split(whole, [x.shape[1] // ranks for x in parts], 1)]
 
 
 def _columns_for_heads(out: Tensor, axis: DeviceMesh) -> Tensor:
     """``[batch, length, heads / ranks, dim]`` to ``[batch, columns, heads, dim]``."""
-    got = _exchange(out.unflatten(1, (axis.size(), -1)).transpose(0, 1), axis)
+    got = _exchange(_by_rank(out, axis.size()), axis)
     return got.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()
+
+
+def _by_rank(x: Tensor, ranks: int) -> Tensor:
+    """``[ranks, batch, n / ranks, …]`` from ``[batch, n, …]``."""
+    return x.view(x.shape[0], ranks, x.shape[1] // ranks, *x.shape[2:]).transpose(0, 1)
 
 
 def _exchange(send: Tensor, axis: DeviceMesh) -> Tensor:
