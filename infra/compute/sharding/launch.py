@@ -15,7 +15,8 @@ from datetime import timedelta
 
 import torch
 from torch import distributed
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from infra.errors import UsageError
 
@@ -63,14 +64,21 @@ def joined_ranks(timeout: timedelta = TIMEOUT) -> Iterator[Ranks]:
                 )
             torch.cuda.set_device(local)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        distributed.init_process_group(backend, timeout=timeout)
+        store, rank, ranks = next(rendezvous("env://", timeout=timeout))
+        # torchrun keeps its store over restarts; without a prefix the ranks would look for those that died.
+        life = PrefixStore(f"life-{_restarts()}-of-{ranks}", store)
+        distributed.init_process_group(backend, timeout=timeout, store=life, rank=rank, world_size=ranks)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
         yield Ranks(
             rank=distributed.get_rank(),
             ranks=distributed.get_world_size(),
             device=device,
-            restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            restarts=_restarts(),
         )
     finally:
         distributed.destroy_process_group()
+
+
+def _restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
