@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 ROOMS := infra data_contracts domain_rewards sft rl serving pipelines
 PYTEST_ARGS ?=
 
-.PHONY: install demo test test-slow lint format bench clean
+.PHONY: install demo test test-slow test-deepspeed lint format bench clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -30,6 +30,16 @@ test: install
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+# Beside the environment, not in it: other libraries change their ways when they can import DeepSpeed.
+DEEPSPEED := $(VENV)/deepspeed
+$(DEEPSPEED)/.installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(DEEPSPEED) \
+		deepspeed==0.19.8 einops==0.8.2 hjson==3.1.0 msgpack==1.2.4 ninja==1.13.2 py-cpuinfo==9.0.0
+	touch $@
+
+test-deepspeed: $(DEEPSPEED)/.installed
+	PYTHONPATH=$(DEEPSPEED) $(BIN)/python -m pytest -m deepspeed $(PYTEST_ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -59,7 +59,7 @@ def load_weights(model: nn.Module, folder: str | Path, device: str = "cpu") -> N
             fix="make the model from the config.json of this folder",
         )
     with torch.no_grad():
-        load(dict(wanted), storage_reader=reader)
+        load(dict(wanted), storage_reader=reader, no_dist=not distributed.is_initialized())
 
 
 def _wanted(model: nn.Module, stored: set[str]) -> tuple[dict[str, Tensor], list[str]]:

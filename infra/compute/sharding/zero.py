@@ -48,6 +48,8 @@ class ZeroEngine:
                 recompute_in_backward(layer)
         if not distributed.is_initialized():
             raise UsageError("no ranks were joined", where="sharding", fix="enter launch.joined_ranks() first")
+        # torchrun sets it; DeepSpeed will not begin without.
+        os.environ.setdefault("LOCAL_RANK", str(torch.cuda.current_device() if torch.cuda.is_available() else 0))
         deepspeed.init_distributed(dist_backend=distributed.get_backend(), verbose=False)
         self._deepspeed, self._stage = deepspeed, config.zero_stage
         self._engine = deepspeed.initialize(
