@@ -63,6 +63,9 @@ class RLConfig(Config):
     guards: GuardConfig = GuardConfig()
     lora: LoraSettings | None = None
     """Train low-rank adapters instead of all weights; the policy that is saved has them merged."""
+    freeze_router: bool = False
+    """Leave the routers of a mixture of experts as they are: its load balance stays that of the policy it began with
+    (RL has no load-balancing loss)."""
     average: float = Field(default=0.0, ge=0, lt=1)
     """Decay of an exponential moving average of the weights (0 = off). With it, the averaged weights are evaluated on
     dev and saved."""

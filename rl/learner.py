@@ -14,6 +14,7 @@ from infra.compute.adapters import adapter_state, add_adapters, base_only, load_
 from infra.compute.attention.backends import require_sinks
 from infra.compute.average import WeightAverage
 from infra.compute.policy import LoadedPolicy
+from infra.compute.routing import freeze_routers
 from infra.compute.scores import Scores, score
 from infra.errors import CheckFailed
 from infra.inference.embedded.engine import EmbeddedEngine
@@ -39,6 +40,8 @@ class Learner:
         self.model: Any = policy.model
         if config.lora is not None:
             self.model = add_adapters(copy.deepcopy(policy.model), config.lora, seed)
+        if config.freeze_router:
+            freeze_routers(self.model)
         needs_reference = config.kl.measure or config.kl.coefficient > 0
         self.has_reference = needs_reference
         self._reference = frozen_copy(policy.model) if needs_reference and not self.adapted else None

@@ -116,6 +116,9 @@ def tiny_moe(config: ModelConfig, vocab_size: int, pad_id: int, end_id: int, see
     import torch
     from transformers import GptOssConfig, GptOssForCausalLM
 
+    from infra.compute.experts import EXPERTS, register
+
+    register()
     settings = GptOssConfig(
         vocab_size=vocab_size,
         hidden_size=config.hidden_size,
@@ -137,7 +140,7 @@ def tiny_moe(config: ModelConfig, vocab_size: int, pad_id: int, end_id: int, see
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = GptOssForCausalLM._from_config(settings, attn_implementation="eager", experts_implementation="eager")
+        model = GptOssForCausalLM._from_config(settings, attn_implementation="eager", experts_implementation=EXPERTS)
     return model.float().eval()
 
 
@@ -161,12 +164,15 @@ def load_model_folder(path: str) -> LoadedPolicy:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
+    from infra.compute.experts import EXPERTS, register
+
     disable_progress_bar()
     try:
         kind = AutoConfig.from_pretrained(path, trust_remote_code=False).model_type
         options: dict[str, Any] = {"attn_implementation": "eager"}
         if kind == "gpt_oss":
-            options["experts_implementation"] = "eager"
+            register()
+            options["experts_implementation"] = EXPERTS
         model = AutoModelForCausalLM.from_pretrained(path, dtype="float32", trust_remote_code=False, **options)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

@@ -116,6 +116,16 @@ def mismatch(one: Tensor, other: Tensor) -> float:
     return float((one.sort(-1).values != other.sort(-1).values).any(-1).double().mean())
 
 
+def freeze_routers(model: nn.Module) -> None:
+    """Stop training the routers (in place); experts, and all else, are trained as before.
+
+    Raises:
+        UsageError: the model has no routers this module knows.
+    """
+    for router in _routers(model):
+        router.requires_grad_(False)
+
+
 def _routers(model: nn.Module) -> list[Any]:
     """The routers, first layer first; ``forward`` returns (logits, gate weights, expert ids), a row per token."""
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
@@ -123,9 +133,9 @@ def _routers(model: nn.Module) -> list[Any]:
     routers = [module for module in model.modules() if isinstance(module, GptOssTopKRouter)]
     if not routers:
         raise UsageError(
-            "the model has no GPT-OSS routers to record or replay",
+            "the model has no GPT-OSS routers",
             where=type(model).__name__,
-            fix="turn routing replay off for this model",
+            fix="leave routing replay and rl.freeze_router off for this model",
         )
     return routers
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from infra.compute.attention.shared_prefix import make_layout, packed_logits, supports
+from infra.compute.attention.shared_prefix import body, make_layout, packed_hidden, supports
+from infra.compute.linear_logprobs import linear_logprobs
 from infra.compute.logprobs import TokenBatch, at_least_float32
 
 SHARED_PROMPT = 32
 """Tokens from which on a group's prompt is computed once; below, a padded batch is as fast."""
+
+LONG = 1024
+"""Tokens from which on a padded batch would need memory for each pair of them; rows are packed from there on."""
+PLAIN_HEADS = ("gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Model types whose logits are their last hidden state times the head's weight, and nothing else."""
 
 Critic = Callable[[Tensor], Tensor]
 """Values ``[tokens]`` of hidden states ``[tokens, hidden]``."""
@@ -44,17 +49,20 @@ def score(
 ) -> Scores:
     """Score a batch; a prompt that completions share is computed once where it is long enough to matter.
 
+    Logits of the whole vocabulary are never held for all tokens at once (``PLAIN_HEADS``), nor, with GPT-OSS, anything
+    for all pairs of tokens.
+
     Args:
         batch: ``prompts`` and ``completions`` padded (``logprobs.pad_sequences``).
         temperature: of the sampling.
     """
-    if supports(model) and min(map(len, prompts)) >= SHARED_PROMPT:
+    if supports(model) and (min(map(len, prompts)) >= SHARED_PROMPT or batch.ids.shape[1] >= LONG):
         return grouped_scores(model, prompts, completions, batch.ids.shape[1], temperature, entropy, critic)
-    with _hidden_states(model, critic is not None) as hidden:
-        output = model(input_ids=batch.ids, attention_mask=batch.attention, use_cache=False)
-    flat = _score(output.logits[:, :-1], batch.ids[:, 1:], temperature, entropy)
-    values = None if critic is None else critic(hidden[0][:, :-1])
-    return Scores(flat.logprobs, flat.entropy, values)
+    inputs = {"input_ids": batch.ids, "attention_mask": batch.attention, "use_cache": False}
+    if not plain_head(model):
+        return _score_logits(model, inputs, batch.ids[:, 1:], temperature, entropy, critic)
+    hidden = body(model)(**inputs).last_hidden_state[:, :-1]
+    return _score(model, hidden, batch.ids[:, 1:], temperature, entropy, critic)
 
 
 def grouped_scores(
@@ -80,10 +88,8 @@ def grouped_scores(
             ids += completions[row]
     layout = make_layout([(len(prompt), [len(completions[row]) for row in rows]) for prompt, rows in members.items()])
     row_ids = torch.tensor(ids)
-    with _hidden_states(model, critic is not None) as hidden:
-        logits = packed_logits(model, row_ids, layout, layout.predictor)
-    flat = _score(logits, row_ids[layout.target], temperature, entropy)
-    values = None if critic is None else critic(hidden[0][0])
+    hidden = packed_hidden(model, row_ids, layout, layout.predictor)
+    flat = _score(model, hidden, row_ids[layout.target], temperature, entropy, critic)
     order = [row for rows in members.values() for row in rows]
     lengths = [len(completions[row]) for row in order]
     rows_at = torch.tensor(order).repeat_interleave(torch.tensor(lengths))
@@ -97,26 +103,47 @@ def grouped_scores(
     return Scores(
         spread(flat.logprobs),
         None if flat.entropy is None else spread(flat.entropy),
-        None if values is None else spread(values),
+        None if flat.values is None else spread(flat.values),
     )
 
 
-def _score(logits: Tensor, tokens: Tensor, temperature: float, entropy: bool) -> Scores:
-    """Log-probs (and entropies) of ``tokens [...]`` under ``logits [..., vocabulary]``."""
-    logp = torch.log_softmax(at_least_float32(logits) / temperature, -1)
-    chosen = logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return Scores(chosen, -(logp.exp() * logp).sum(-1) if entropy else None)
+def plain_head(model: Any) -> bool:
+    """Whether logits are a plain product with the head's weight, so that they can be computed tile by tile."""
+    head = model.get_output_embeddings()
+    return model.config.model_type in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
 
 
-@contextmanager
-def _hidden_states(model: Any, wanted: bool) -> Iterator[list[Tensor]]:
-    """Collects what goes into the model's output projection."""
+def _score(
+    model: Any, hidden: Tensor, tokens: Tensor, temperature: float, entropy: bool, critic: Critic | None
+) -> Scores:
+    """Scores of ``tokens [...]`` predicted by ``hidden [..., hidden]``."""
+    flat = hidden.flatten(0, -2)
+    if plain_head(model):
+        found = linear_logprobs(flat, model.get_output_embeddings().weight, tokens.flatten(), temperature, entropy)
+        logprobs, entropies = found.logprobs, found.entropy
+    else:
+        logprobs, entropies = _direct(model.get_output_embeddings()(flat), tokens.flatten(), temperature, entropy)
+    return Scores(
+        logprobs.view(tokens.shape),
+        None if entropies is None else entropies.view(tokens.shape),
+        None if critic is None else critic(hidden),
+    )
+
+
+def _score_logits(
+    model: Any, inputs: dict[str, Any], tokens: Tensor, temperature: float, entropy: bool, critic: Critic | None
+) -> Scores:
+    """Scores by the model's own logits, which may be more than a product."""
     seen: list[Tensor] = []
-    if not wanted:
-        yield seen
-        return
-    handle = model.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    handle = model.get_output_embeddings().register_forward_pre_hook(lambda module, given: seen.append(given[0]))
     try:
-        yield seen
+        logits = model(**inputs).logits[:, :-1]
     finally:
         handle.remove()
+    logprobs, entropies = _direct(logits, tokens, temperature, entropy)
+    return Scores(logprobs, entropies, None if critic is None else critic(seen[0][:, :-1]))
+
+
+def _direct(logits: Tensor, tokens: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    logp = torch.log_softmax(at_least_float32(logits) / temperature, -1)
+    return logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(-1) if entropy else None

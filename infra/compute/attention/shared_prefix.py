@@ -277,18 +277,30 @@ def supports(model: Any) -> bool:
     return bool(model.config.model_type == "gpt_oss")
 
 
-def packed_logits(model: Any, ids: Tensor, layout: Layout, keep: Tensor) -> Tensor:
-    """Logits ``[len(keep), vocabulary]`` at the row's positions ``keep``; the model's own attention is put back."""
+def body(model: Any) -> Any:
+    """The model without its head, adapters included."""
+    plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return plain.base_model
+
+
+def packed_hidden(model: Any, ids: Tensor, layout: Layout, keep: Tensor) -> Tensor:
+    """What goes into the head, ``[len(keep), hidden]``, at the row's positions ``keep``.
+
+    The model's own attention is put back.
+    """
     before = model.config._attn_implementation
     register()
     model.set_attn_implementation(ATTENTION)
     try:
-        return model(  # type: ignore[no-any-return]
-            input_ids=ids[None],
-            position_ids=layout.positions,
-            use_cache=False,
-            prefix_layout=layout,
-            logits_to_keep=keep,
-        ).logits[0]
+        out: Tensor = body(model)(
+            input_ids=ids[None], position_ids=layout.positions, use_cache=False, prefix_layout=layout
+        ).last_hidden_state
+        return out[0, keep]
     finally:
         model.set_attn_implementation(before)
+
+
+def packed_logits(model: Any, ids: Tensor, layout: Layout, keep: Tensor) -> Tensor:
+    """Logits ``[len(keep), vocabulary]`` at the row's positions ``keep``."""
+    logits: Tensor = model.get_output_embeddings()(packed_hidden(model, ids, layout, keep))
+    return logits
