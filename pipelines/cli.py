@@ -41,6 +41,22 @@ class StageName(StrEnum):
     production = "production"
 
 
+class PlanMode(StrEnum):
+    """What a memory plan is for."""
+
+    rl = "rl"
+    sft = "sft"
+    lora = "lora"
+    infer = "infer"
+
+
+class PlanDtype(StrEnum):
+    """Dtypes of a memory plan."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
 def _settings() -> Settings:
     """Settings from the environment; a bad variable is bad input."""
     from pydantic import ValidationError
@@ -164,6 +180,48 @@ def doctor(as_json: JsonOption = False) -> None:
             lambda console: table(console, ("state", "what", "found", "fix"), rows),
         )
         if not healthy:
+            raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="gpt-oss-20b, gpt-oss-120b, tiny-moe, or a folder or config.json.")],
+    gpus: Annotated[str, typer.Option(metavar="COUNTxNAME-SIZEGB", help="For example 64xH100-80GB or 1xCPU-24GB.")],
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in the micro-batch of a data rank.")] = 1,
+    mode: Annotated[PlanMode, typer.Option(help="What is done; lora is RL with adapters.")] = PlanMode.rl,
+    expert: Annotated[int, typer.Option(min=1, help="Ranks that share the experts of a layer.")] = 1,
+    sequence: Annotated[int, typer.Option(min=1, help="Ranks that share every sequence.")] = 1,
+    precision: Annotated[PlanDtype, typer.Option(help="Of the computation.")] = PlanDtype.float32,
+    weights: Annotated[PlanDtype, typer.Option(help="Of weights, gradients and optimizer.")] = PlanDtype.float32,
+    checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward pass.")] = False,
+    offload: Annotated[bool, typer.Option(help="Keep weights and optimizer in host memory.")] = False,
+    lora_rank: Annotated[int, typer.Option(min=1, help="Of the adapters in mode lora.")] = 16,
+    rollouts: Annotated[int, typer.Option(min=0, help="Sequences sampled at once by a rank; 0 = the batch.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Say how much memory training or inference needs on each GPU, what fits, and which knob to turn."""
+    with command(as_json):
+        from infra.compute.planner.hardware import parse_gpus
+        from infra.compute.planner.models import describe
+        from infra.compute.planner.plan import make_plan
+        from infra.compute.planner.request import PlanRequest
+        from infra.compute.sharding.config import ShardingConfig
+        from pipelines.planning import show_plan
+
+        sharding = ShardingConfig(
+            expert=expert,
+            sequence=sequence,
+            precision=precision.value,
+            activation_checkpointing=checkpointing,
+            offload=offload,
+        )
+        request = PlanRequest(
+            parse_gpus(gpus), context, batch, mode.value, sharding, weights.value, lora_rank, rollouts
+        )
+        planned = make_plan(describe(model), request)
+        result(as_json, planned.payload(), lambda console: show_plan(console, planned))
+        if not planned.fits:
             raise typer.Exit(1)
 
 

@@ -32,6 +32,8 @@ REQUIRED = (
 OPTIONAL = {"psycopg": "postgres", "deepspeed": "deepspeed", "prefect-ray": "ray", "kernels": "gpu"}
 LOW_DISK_BYTES = 2 << 30
 PROBE_SECONDS = 5.0
+PUBLISHED_HEAD_DIM = 64
+"""Of GPT-OSS."""
 
 
 class Check(Record):
@@ -44,7 +46,7 @@ class Check(Record):
 
 
 def examine(settings: Settings) -> list[Check]:
-    """All findings: Python, packages, disk, catalog, MLflow, Prefect, accelerator, plug-ins, bundled domains."""
+    """All findings: Python, packages, disk, catalog, MLflow, Prefect, accelerator, attention, plug-ins, domains."""
     return [
         _python(),
         *(_package(name, None) for name in REQUIRED),
@@ -54,6 +56,7 @@ def examine(settings: Settings) -> list[Check]:
         _attempt("mlflow", settings.tracking, lambda: _mlflow(settings)),
         _prefect(),
         _accelerator(settings),
+        *_attention(),
         *_plugins(),
         *_bundled(),
     ]
@@ -147,6 +150,27 @@ def _accelerator(settings: Settings) -> Check:
     return Check(
         name="accelerator", state="missing", detail=f"none; {threads} CPU threads", fix="enough for tests and demo"
     )
+
+
+def _attention() -> list[Check]:
+    """The kernel that models with learned sinks train with, and every one that cannot be used here."""
+    import torch
+
+    from infra.compute.attention.choice import available, choose
+
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+
+    def chosen() -> str:
+        usable = [kernel.name for kernel in available() if kernel.why_not is None]
+        name = choose(torch.device(device), dtype, PUBLISHED_HEAD_DIM).name
+        return f"{name} for {device}; usable: {', '.join(usable)}"
+
+    check = _attempt("attention", "attention", chosen)
+    if check.state == "failed":
+        return [check]
+    fix = "not needed: the kernel above computes the same"
+    others = [(kernel.name, kernel.why_not) for kernel in available() if kernel.why_not is not None]
+    return [check, *(Check(name=f"attention: {name}", state="missing", detail=why, fix=fix) for name, why in others)]
 
 
 def _plugins() -> list[Check]:

@@ -11,6 +11,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from infra.catalog import Catalog, Promotion
+from infra.compute.attention.choice import Availability
 from infra.settings import Settings
 from pipelines import prefect_env
 from pipelines.cli import app
@@ -121,6 +122,28 @@ def test_doctor_finds_what_is_there_and_fails_on_what_a_run_needs(settings: Sett
     assert done.exit_code == 1
     assert set(failed) == {"catalog", "prefect server"}
     assert all(check["fix"] for check in failed.values())
+
+
+def test_doctor_names_the_attention_kernels(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    found = [Availability("fast", "the Python module fast is not installed"), Availability("cpu", None)]
+    monkeypatch.setattr("infra.compute.attention.choice.available", lambda: found)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    done = call("doctor", "--json")
+    checks = {check["name"]: check for check in last_line(done)["checks"] if "attention" in check["name"]}
+    assert done.exit_code == 0
+    assert {name: (check["state"], check["detail"]) for name, check in checks.items()} == {
+        "attention": ("ok", "cpu for cpu; usable: cpu"),
+        "attention: fast": ("missing", "the Python module fast is not installed"),
+    }
+
+    def broken() -> list[Availability]:
+        raise ImportError("libcudart.so.12")
+
+    monkeypatch.setattr("infra.compute.attention.choice.available", broken)
+    done = call("doctor", "--json")
+    failed = [check for check in last_line(done)["checks"] if check["state"] == "failed"]
+    assert done.exit_code == 1
+    assert [(check["name"], check["detail"]) for check in failed] == [("attention", "ImportError: libcudart.so.12")]
 
 
 def test_prefect_is_set_up_below_home_and_the_users_own_settings_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
