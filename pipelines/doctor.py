@@ -163,7 +163,7 @@ def _attention() -> list[Check]:
     def chosen() -> str:
         usable = [kernel.name for kernel in available() if kernel.why_not is None]
         name = choose(torch.device(device), dtype, PUBLISHED_HEAD_DIM).name
-        return f"{name} for {device}; usable: {', '.join(usable)}"
+        return f"{name}; usable: {', '.join(usable)}"
 
     check = _attempt("attention", "attention", chosen)
     if check.state == "failed":

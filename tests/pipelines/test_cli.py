@@ -132,7 +132,7 @@ def test_doctor_names_the_attention_kernels(settings: Settings, monkeypatch: pyt
     checks = {check["name"]: check for check in last_line(done)["checks"] if "attention" in check["name"]}
     assert done.exit_code == 0
     assert {name: (check["state"], check["detail"]) for name, check in checks.items()} == {
-        "attention": ("ok", "cpu for cpu; usable: cpu"),
+        "attention": ("ok", "cpu; usable: cpu"),
         "attention: fast": ("missing", "the Python module fast is not installed"),
     }
 
