@@ -1,7 +1,8 @@
 """Runs the benchmarks in this folder and rewrites ``docs/benchmarks.md``: ``python -m tests.benchmarks [NAME …]``.
 
 Without names all of them run: ``memory_per_token`` and ``rl_step_vs_trl``. Options such as ``--quick`` are passed on.
-Each report is kept in ``results``; the page shows the newest of every benchmark. ``--render`` alone runs nothing.
+Each report, unless made with ``--only``, is kept in ``results``; the page shows the newest of every benchmark.
+``--render`` alone runs nothing.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ def run(name: str, options: Sequence[str]) -> bool:
     if not last or not last[0].startswith("{"):
         print(f"benchmark {name} failed with exit code {done.returncode}", file=sys.stderr)
         return False
+    if any(option.startswith("--only") for option in options):  # a part must not take the place of the whole
+        print(last[0])
+        return True
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(json.loads(last[0]), indent=1) + "\n")
     return True
@@ -66,7 +70,10 @@ def render(reports: Sequence[dict[str, Any]]) -> str:
         for report in reports
         for bar in report.get("bars", ())
     ]
-    return page + "\nBars:\n\n" + "\n".join(bars) + "\n" if bars else page
+    notes = [f"- {report['name']}: {report['note']}" for report in reports if "note" in report]
+    for title, lines in (("Bars", bars), ("Notes", notes)):
+        page += f"\n{title}:\n\n" + "\n".join(lines) + "\n" if lines else ""
+    return page
 
 
 def render_row(name: str, row: dict[str, Any]) -> str:
