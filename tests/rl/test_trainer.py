@@ -375,3 +375,14 @@ def test_lower_lr_lowers_it_for_the_rest_of_the_run() -> None:
 def test_settings_that_do_not_fit_together_are_refused(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ValidationError, match=told):
         settings(**changes)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_frozen_routers_stay_and_all_else_moves(frozen: bool) -> None:
+    mine = trainer(noisy, freeze_router=frozen)
+    mine.train_step()
+    before = load_policy(cold_policy()).model.state_dict()
+    same = {name for name, tensor in weights(mine).items() if torch.equal(tensor, before[name])}
+    routers = {name for name in before if ".router." in name}
+    assert routers
+    assert same == (routers if frozen else set())
