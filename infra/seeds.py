@@ -19,7 +19,7 @@ def generator(*parts: str | int) -> random.Random:
 
 
 def random_states() -> dict[str, Any]:
-    """States of the global generators of Python, NumPy and torch, as plain values and tensors.
+    """States of the global generators of Python, NumPy, torch and the current GPU, as plain values and tensors.
 
     Nothing here draws from them, but tools and verifiers of a domain may.
     """
@@ -30,11 +30,12 @@ def random_states() -> dict[str, Any]:
     state = numpy.random.get_state(legacy=False)
     assert isinstance(state, dict)
     twister = state["state"]
-    return {
+    states = {
         "python": [version, list(internal), gauss],
         "numpy": [twister["key"].tolist(), int(twister["pos"]), int(state["has_gauss"]), float(state["gauss"])],
         "torch": torch.get_rng_state(),
     }
+    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
@@ -47,3 +48,5 @@ def restore_random_states(states: dict[str, Any]) -> None:
     keys, position, has_gauss, cached = states["numpy"]
     numpy.random.set_state(("MT19937", numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
     torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

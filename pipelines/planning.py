@@ -18,7 +18,7 @@ GIB = 2**30
 def show_plan(console: Console, plan: Plan) -> None:
     """Draw a plan: the parts at the peak, longer contexts, and knobs."""
     request, model, parts = plan.request, plan.model, plan.peak.parts
-    logits = plan.payload()["logits"]
+    logits = plan.logits
     console.print(
         f"{model.name}: {model.total / 1e9:.2f} B parameters; {request.mode} on {request.gpus}, context "
         f"{request.context}, batch {request.batch}",

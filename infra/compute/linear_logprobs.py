@@ -68,17 +68,18 @@ def linear_logprobs(
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < weight.shape[0]:
         raise ValueError(f"ids run from {int(ids.min())} to {int(ids.max())}, the vocabulary has {weight.shape[0]}")
     if ids.numel() * weight.shape[0] <= token_chunk * vocab_chunk:
-        return _direct(hidden, weight, ids, temperature, entropy)
+        return logits_logprobs(at_least_float32(hidden) @ at_least_float32(weight).T, ids, temperature, entropy)
     tiling = _Tiling(hidden.shape[0], weight.shape[0], token_chunk, vocab_chunk, temperature)
     logprobs, entropies = _LinearLogProbs.apply(hidden, weight, ids, tiling, entropy)  # type: ignore[no-untyped-call]
     return LogProbs(logprobs, entropies)
 
 
-def _direct(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, entropy: bool) -> LogProbs:
-    logits = at_least_float32(hidden) @ at_least_float32(weight).T
-    logp = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, 1)
-    entropies = -(logp.exp() * logp).sum(1) if entropy else None
-    return LogProbs(logp.gather(1, ids[:, None])[:, 0], entropies)
+def logits_logprobs(logits: Tensor, ids: Tensor, temperature: float = 1.0, entropy: bool = False) -> LogProbs:
+    """The same from logits ``[..., vocabulary]`` that are there already, for ``ids [...]``, by plain autograd."""
+    wide = at_least_float32(logits)
+    logp = torch.log_softmax(wide if temperature == 1.0 else wide / temperature, -1)
+    entropies = -(logp.exp() * logp).sum(-1) if entropy else None
+    return LogProbs(logp.gather(-1, ids[..., None])[..., 0], entropies)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from infra.inference.renderers.base import Renderer
 from infra.records import Record
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GptOssConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 MANIFEST = "senmon.json"
 
@@ -114,12 +114,23 @@ def build_policy(config: ModelConfig, texts: Iterable[str], seed: int) -> Loaded
 def tiny_moe(config: ModelConfig, vocab_size: int, pad_id: int, end_id: int, seed: int) -> PreTrainedModel:
     """A small ``GptOssForCausalLM`` in float32 with random weights from ``seed``."""
     import torch
-    from transformers import GptOssConfig, GptOssForCausalLM
+    from transformers import GptOssForCausalLM
 
     from infra.compute.experts import EXPERTS, register
 
     register()
-    settings = GptOssConfig(
+    settings = tiny_moe_config(config, vocab_size, pad_id, end_id)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = GptOssForCausalLM._from_config(settings, attn_implementation="eager", experts_implementation=EXPERTS)
+    return model.float().eval()
+
+
+def tiny_moe_config(config: ModelConfig, vocab_size: int, pad_id: int, end_id: int) -> GptOssConfig:
+    """The preset as transformers describes it."""
+    from transformers import GptOssConfig
+
+    return GptOssConfig(
         vocab_size=vocab_size,
         hidden_size=config.hidden_size,
         num_hidden_layers=config.layers,
@@ -138,10 +149,6 @@ def tiny_moe(config: ModelConfig, vocab_size: int, pad_id: int, end_id: int, see
         bos_token_id=None,
         initializer_range=0.06,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = GptOssForCausalLM._from_config(settings, attn_implementation="eager", experts_implementation=EXPERTS)
-    return model.float().eval()
 
 
 def load_policy(folder: Path) -> LoadedPolicy:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from infra.compute.attention.shared_prefix import body, make_layout, packed_hidden, supports
-from infra.compute.linear_logprobs import linear_logprobs
-from infra.compute.logprobs import TokenBatch, at_least_float32
+from infra.compute.linear_logprobs import linear_logprobs, logits_logprobs
+from infra.compute.logprobs import TokenBatch
 
 SHARED_PROMPT = 32
 """Tokens from which on a group's prompt is computed once; below, a padded batch is as fast."""
@@ -118,14 +118,14 @@ def _score(
 ) -> Scores:
     """Scores of ``tokens [...]`` predicted by ``hidden [..., hidden]``."""
     flat = hidden.flatten(0, -2)
+    head = model.get_output_embeddings()
     if plain_head(model):
-        found = linear_logprobs(flat, model.get_output_embeddings().weight, tokens.flatten(), temperature, entropy)
-        logprobs, entropies = found.logprobs, found.entropy
+        found = linear_logprobs(flat, head.weight, tokens.flatten(), temperature, entropy)
     else:
-        logprobs, entropies = _direct(model.get_output_embeddings()(flat), tokens.flatten(), temperature, entropy)
+        found = logits_logprobs(head(flat), tokens.flatten(), temperature, entropy)
     return Scores(
-        logprobs.view(tokens.shape),
-        None if entropies is None else entropies.view(tokens.shape),
+        found.logprobs.view(tokens.shape),
+        None if found.entropy is None else found.entropy.view(tokens.shape),
         None if critic is None else critic(hidden),
     )
 
@@ -140,10 +140,5 @@ def _score_logits(
         logits = model(**inputs).logits[:, :-1]
     finally:
         handle.remove()
-    logprobs, entropies = _direct(logits, tokens, temperature, entropy)
-    return Scores(logprobs, entropies, None if critic is None else critic(seen[0][:, :-1]))
-
-
-def _direct(logits: Tensor, tokens: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    logp = torch.log_softmax(at_least_float32(logits) / temperature, -1)
-    return logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(-1) if entropy else None
+    found = logits_logprobs(logits, tokens, temperature, entropy)
+    return Scores(found.logprobs, found.entropy, None if critic is None else critic(seen[0][:, :-1]))

@@ -7,16 +7,16 @@ would use each other's freed memory and measure nothing.
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.memory import reset_peak, resident
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 HIDDEN, EXPERTS, SLOTS = 1024, 32, 4
@@ -148,13 +148,6 @@ def build(workload: str, side: str, tokens: int) -> Step:
     return (moe if kind == "experts" else logprobs)(side, tokens, rest[0] == "train")
 
 
-def resident(key: str) -> int:
-    """``VmRSS`` or ``VmHWM`` of this process in bytes."""
-    found = re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
-
-
 def main(workload: str, side: str, runs: str) -> None:
     """Print the largest peak in bytes, the seconds of every run, and norms of the results, which all sides share."""
     torch.set_num_threads(1)
@@ -165,7 +158,7 @@ def main(workload: str, side: str, runs: str) -> None:
     seconds: list[float] = []
     for _ in range(int(runs)):
         results: tuple[Tensor, ...] = ()
-        Path("/proc/self/clear_refs").write_text("5")
+        reset_peak()
         began = time.perf_counter()
         results = step()
         seconds.append(time.perf_counter() - began)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from rl.config import ClipConfig, RLConfig
 from rl.guards import GuardConfig
 from rl.objectives.config import KLConfig
 from rl.trainer import Trainer
+from tests.memory import reset_peak, resident
 
 VOCABULARY, PAD, END = 256, 0, 1
 PROMPTS_PER_STEP, SAMPLED = 4, 64
@@ -92,19 +92,14 @@ class Stopwatch:
 
     def begin(self) -> None:
         """Start a step: the kernel's high-water mark is reset."""
-        Path("/proc/self/clear_refs").write_text("5")
-        self.rss_mb.append(_status("VmRSS"))
+        reset_peak()
+        self.rss_mb.append(resident("VmRSS") / 2**20)
         self._start = time.perf_counter()
 
     def end(self) -> None:
         """End a step."""
         self.seconds.append(time.perf_counter() - self._start)
-        self.peaks_mb.append(_status("VmHWM") - self.rss_mb[-1])
-
-
-def _status(key: str) -> float:
-    found = re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())
-    return int(found[1]) / 1024 if found else float("nan")
+        self.peaks_mb.append(resident("VmHWM") / 2**20 - self.rss_mb[-1])
 
 
 class _Tokens:

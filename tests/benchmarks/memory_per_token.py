@@ -26,13 +26,10 @@ from typing import Any
 
 import torch
 
+from tests.memory import FREED_AT_ONCE
+
 CONTEXTS = (2, 4, 8, 16, 32, 64)
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-}
-"""Freed memory goes back to the system at once, so that the peak is that of the tensors alive."""
+ENVIRONMENT = FREED_AT_ONCE | {"OMP_NUM_THREADS": "1"}
 NOTE = (
     "logprobs has a hidden size of 64. Its training ratio falls with the hidden size, since both sides hold the output "
     "layer's gradient: 5.6 in memory and 0.96 in time at hidden size 1024 and 2048 tokens (one run each)."

@@ -10,6 +10,7 @@ from typing import Any
 
 from infra.compute.adapters import LoraSettings
 from infra.compute.config import ModelConfig
+from infra.compute.policy import tiny_moe_config
 from infra.errors import UsageError
 
 GPT_OSS = {
@@ -105,20 +106,7 @@ def _config(model: str) -> Any:
         return GptOssConfig(**GPT_OSS[model])
     if model == "tiny-moe":
         tiny = ModelConfig(preset="tiny-moe")
-        return GptOssConfig(
-            vocab_size=tiny.vocab_size,
-            hidden_size=tiny.hidden_size,
-            num_hidden_layers=tiny.layers,
-            num_attention_heads=tiny.heads,
-            num_key_value_heads=tiny.kv_heads,
-            head_dim=tiny.head_dim,
-            intermediate_size=tiny.expert_size,
-            num_local_experts=tiny.experts,
-            num_experts_per_tok=tiny.experts_per_token,
-            sliding_window=tiny.sliding_window,
-            max_position_embeddings=tiny.max_positions,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        )
+        return tiny_moe_config(tiny, tiny.vocab_size, pad_id=0, end_id=1)
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():

@@ -75,6 +75,14 @@ class Plan:
         """Whether the peak leaves the reserve free."""
         return self.peak.parts.total <= self.request.gpus.usable
 
+    @property
+    def logits(self) -> dict[str, int]:
+        """Bytes of logits that log-probs take: ``ours``, and ``naive`` for one whole float32 copy."""
+        return {
+            "ours": logits_bytes(self.model, self.request),
+            "naive": naive_logits_bytes(self.model, self.request),
+        }
+
     def payload(self) -> dict[str, Any]:
         """All of it as JSON values."""
         request, model, parts = self.request, self.model, self.peak.parts
@@ -94,7 +102,7 @@ class Plan:
             "reserve": RESERVE,
             "usable": request.gpus.usable,
             "fits": self.fits,
-            "logits": {"ours": logits_bytes(model, request), "naive": naive_logits_bytes(model, request)},
+            "logits": self.logits,
             "contexts": [asdict(row) for row in self.contexts],
             "largest_context": self.largest_context,
             "knobs": [asdict(knob) for knob in self.knobs],
@@ -110,8 +118,6 @@ def make_plan(model: ModelShape, request: PlanRequest) -> Plan:
         UsageError: the ranks, experts, heads or tokens cannot be divided as asked.
     """
     found = tuple(moments(model, request))
-    total = max(moment.parts.total for moment in found)
-    fits = total <= request.gpus.usable
     return Plan(
         model,
         request,
@@ -119,7 +125,7 @@ def make_plan(model: ModelShape, request: PlanRequest) -> Plan:
         contexts=tuple(_at_context(model, request, context) for context in CONTEXTS),
         largest_context=largest_context(model, request),
         knobs=tuple(knob for knob, _ in _helpful(model, request)),
-        advice=() if fits else _advice(model, request),
+        advice=_advice(model, request),
     )
 
 
@@ -146,8 +152,9 @@ def largest_context(model: ModelShape, request: PlanRequest) -> int | None:
 
 def _at_context(model: ModelShape, request: PlanRequest, context: int) -> ContextRow:
     there = replace(request, context=context)
-    total = peak_bytes(model, there)
-    growing = max(m.parts.activations + m.parts.kv_cache + m.parts.logits for m in moments(model, there))
+    found = moments(model, there)
+    total = max(m.parts.total for m in found)
+    growing = max(m.parts.activations + m.parts.kv_cache + m.parts.logits for m in found)
     return ContextRow(context, total, growing / (context * request.batch), total <= request.gpus.usable)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor, distributed, nn, optim
+from torch import distributed, nn, optim
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -171,23 +171,6 @@ class ShardedCheckpoints:
             raise outcome[1]
         found: Found = outcome[0]
         return found
-
-
-def random_states() -> dict[str, Tensor]:
-    """The state of this rank's torch generators, for ``own``."""
-    import torch
-
-    states = {"cpu": torch.get_rng_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-
-
-def set_random_states(states: dict[str, Tensor]) -> None:
-    """Put back what :func:`random_states` gave."""
-    import torch
-
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
 
 
 def _ranks() -> int:

@@ -1,14 +1,12 @@
 """Peak memory of a small GPT-OSS model in a process of its own: ``python -m … SETTINGS`` (JSON); prints bytes.
 
-The allocator must give freed memory back for this (``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_``).
+The allocator must give freed memory back for this (``tests.memory.FREED_AT_ONCE``).
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from infra.compute.attention.backends import use_sink_attention
 from infra.compute.linear_logprobs import linear_logprobs
 from infra.compute.sharding.fsdp import transformer_layers
 from infra.compute.sharding.recompute import recompute_in_backward
+from tests.memory import reset_peak, resident
 
 
 def small_config(**changes: Any) -> GptOssConfig:
@@ -77,16 +76,10 @@ def main(text: str) -> None:
     changes, setup = settings["model"], (settings["checkpointing"], settings["dtype"])
     tiny = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "num_hidden_layers": 2, "head_dim": 8}
     work(small_model(*setup, **changes | tiny), 300, 1)
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    reset_peak()
     work(small_model(*setup, **changes), settings["context"], settings["batch"])
-    print(_status("VmHWM") - before)
-
-
-def _status(key: str) -> int:
-    found = re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    print(resident("VmHWM") - before)
 
 
 if __name__ == "__main__":

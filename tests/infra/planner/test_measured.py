@@ -24,6 +24,7 @@ from infra.compute.planner.plan import peak_bytes
 from infra.compute.planner.request import Dtype, Mode, PlanRequest
 from infra.compute.sharding.config import ShardingConfig
 from tests.infra.planner._measure import backward, small_config, small_model
+from tests.memory import FREED_AT_ONCE
 
 ROOT = Path(__file__).parents[3]
 TOLERANCE = 0.15
@@ -58,7 +59,7 @@ def test_the_peak_is_predicted_within_15_percent(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
+        env=os.environ | FREED_AT_ONCE | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     measured = int(done.stdout.split()[-1])

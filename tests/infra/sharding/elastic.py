@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 
 from infra.compute.export import full_state_dict
-from infra.compute.sharding.checkpoint import ShardedCheckpoints, random_states, set_random_states
+from infra.compute.sharding.checkpoint import ShardedCheckpoints
 from infra.compute.sharding.config import ShardingConfig
 from infra.compute.sharding.fsdp import shard
 from infra.compute.sharding.launch import joined_ranks
 from infra.compute.sharding.mesh import make_mesh
+from infra.seeds import random_states, restore_random_states
 from tests.infra.sharding.support import adamw, loss_of, some_rows, tiny_model
 
 STEPS = 8
@@ -39,7 +40,7 @@ def main() -> None:
         loaded = checkpoints.load(model, optimizer)
         if loaded is not None:
             assert loaded.own is not None
-            set_random_states(loaded.own["random"])
+            restore_random_states(loaded.own["random"])
             schedule.load_state_dict(loaded.shared["schedule"])
             if me.rank == 0:
                 print(f"restart {me.restarts} goes on after step {loaded.step}", flush=True)

@@ -18,12 +18,13 @@ from transformers import AutoModelForCausalLM
 from infra.compute.checkpoint import MANIFEST, PARTIAL
 from infra.compute.export import full_state_dict, save_model
 from infra.compute.sharding import checkpoint as module
-from infra.compute.sharding.checkpoint import ShardedCheckpoints, random_states, set_random_states
+from infra.compute.sharding.checkpoint import ShardedCheckpoints
 from infra.compute.sharding.config import ShardingConfig
 from infra.compute.sharding.expert import divide_experts
 from infra.compute.sharding.fsdp import shard
 from infra.compute.sharding.mesh import DATA, EXPERT, make_mesh
 from infra.errors import CheckFailed
+from infra.seeds import random_states, restore_random_states
 from tests.infra.sharding.support import (
     TOLERANCE,
     Rows,
@@ -112,7 +113,7 @@ def survivors(folder: Path) -> dict[str, Any]:
     loaded = saved.load(model, optimizer)
     assert loaded is not None
     assert loaded.own is not None
-    set_random_states(loaded.own["random"])
+    restore_random_states(loaded.own["random"])
     saved.close()
     return {
         "step": loaded.step,
